@@ -1,0 +1,44 @@
+# The project's own commands. `make venv` is made by whatever needs it; no other step is needed.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test test-all check format lock clean
+
+venv: $(VENV)/.complete
+
+# torch comes by itself: its wheel differs by machine (CPU or CUDA build), so it has no place in the
+# hashed file; its version does.
+$(VENV)/.complete: requirements.txt requirements-torch.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-torch.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	touch $@
+
+demo: venv
+	$(BIN)/python examples/demo.py
+
+test: venv
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: venv
+	$(BIN)/python -m pytest -m "not gpu"
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# New versions: resolve again, for every platform, with hashes and without addresses.
+lock:
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-header --no-annotate --upgrade -o requirements.txt
+
+clean:
+	rm -rf $(VENV) .demo build dist

@@ -1,0 +1,1 @@
+"""The work: sources to packed Arrow shards. No web framework, no torch."""

@@ -1,0 +1,186 @@
+"""What of a dataset is committed: one small file a partition, read in order, never changed.
+
+A commit `datasets/<id>/commits/<partition>.arrow` is written after its shards are durable; a reader
+that has seen commits 0..k-1 needs only look whether k is there. Its rows are the row index of the
+partition's packs (packer.shard.ROW_INDEX, and `shard`, the shard's place within the partition); its
+metadata lists the shards and the partition's part of the report. Both sides of the wire read it:
+service and client (folder mode). Errors: ManifestError for a file that is not what it should be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packer.shard import ROW_INDEX
+from packer.store import LocalStore
+
+_COLUMNS = [("shard", "<i4"), *((name, ROW_INDEX[name].str) for name in ROW_INDEX.names or ())]
+ROWS = np.dtype(_COLUMNS)
+
+
+class ManifestError(ValueError):
+    """A dataset's files in the store do not fit together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One shard as the manifest lists it. `index` is its place in the dataset."""
+
+    index: int
+    key: str
+    num_packs: int
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A committed partition: its shards (indices within the partition), row index and counters."""
+
+    partition: int
+    shards: tuple[Shard, ...]
+    rows: np.ndarray  # (num_packs,) of ROWS
+    counters: dict[str, Any]
+
+
+def dataset_key(dataset: str, name: str = "") -> str:
+    """The store key of one of a dataset's files."""
+    return f"datasets/{dataset}/{name}" if name else f"datasets/{dataset}"
+
+
+def commit_key(dataset: str, partition: int) -> str:
+    return dataset_key(dataset, f"commits/{partition:06d}.arrow")
+
+
+def shard_key(dataset: str, partition: int, number: int) -> str:
+    return dataset_key(dataset, f"shards/{partition:06d}-{number:03d}.arrow")
+
+
+def write_commit(store: LocalStore, dataset: str, commit: Commit) -> None:
+    """Make a partition part of the dataset. Its shards must be durable by now."""
+    about = {
+        "partition": commit.partition,
+        "shards": [asdict(shard) for shard in commit.shards],
+        "counters": commit.counters,
+    }
+    columns = {name: pa.array(np.ascontiguousarray(commit.rows[name])) for name in ROWS.names or ()}
+    table = pa.table(columns).replace_schema_metadata({"padfree.commit": json.dumps(about)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    store.put(commit_key(dataset, commit.partition), memoryview(sink.getvalue()))
+
+
+def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | None:
+    """Commit number `partition`, or None where it is not there yet."""
+    key = commit_key(dataset, partition)
+    try:
+        data = store.get(key)
+    except FileNotFoundError:
+        return None
+    try:
+        table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
+        about = json.loads(table.schema.metadata[b"padfree.commit"])
+        rows = np.empty(table.num_rows, ROWS)
+        for name in ROWS.names or ():
+            rows[name] = table.column(name).to_numpy()
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise ManifestError(f"{store.path(key)} is damaged ({error}); run `padfree verify`") from error
+    return Commit(
+        partition=about["partition"],
+        shards=tuple(Shard(**shard) for shard in about["shards"]),
+        rows=rows,
+        counters=about["counters"],
+    )
+
+
+@dataclass(slots=True)
+class Manifest:
+    """A dataset's committed packs, as far as they were read. `refresh` reads on.
+
+    `rows` is the row index of the whole dataset: (num_packs,) of ROWS with `shard` counted over the
+    dataset. Grows only; what was read never changes.
+    """
+
+    store: LocalStore
+    dataset: str
+    shards: list[Shard] = field(default_factory=list)
+    counters: list[dict[str, Any]] = field(default_factory=list)
+    finished: dict[str, Any] | None = None  # {"report": …} once all is committed
+    _rows: np.ndarray = field(default_factory=lambda: np.empty(0, ROWS))
+    _num_packs: int = 0
+
+    @property
+    def num_commits(self) -> int:
+        return len(self.counters)
+
+    @property
+    def num_packs(self) -> int:
+        return self._num_packs
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self._rows[: self._num_packs]
+
+    def refresh(self) -> bool:
+        """Read what was committed since. Returns whether there was anything new."""
+        if self.finished is not None:
+            return False
+        # Looked at before the commits, so that all of them are read when it is there.
+        finished = self._read_json("finished.json")
+        before = self.num_commits
+        for commit in self._new_commits():
+            self._append(commit)
+        if finished is not None:
+            if finished["num_partitions"] != self.num_commits:
+                raise ManifestError(
+                    f"dataset {self.dataset} has {self.num_commits} of {finished['num_partitions']} commits; "
+                    "run `padfree verify`"
+                )
+            self.finished = finished
+        return self.num_commits > before or finished is not None
+
+    def failed(self) -> dict[str, Any] | None:
+        """Why packing stopped, or None."""
+        return self._read_json("failed.json")
+
+    def spec(self) -> dict[str, Any] | None:
+        return self._read_json("spec.json")
+
+    def _read_json(self, name: str) -> dict[str, Any] | None:
+        try:
+            return json.loads(self.store.get(dataset_key(self.dataset, name)))
+        except FileNotFoundError:
+            return None
+
+    def _new_commits(self) -> Iterator[Commit]:
+        while (commit := read_commit(self.store, self.dataset, self.num_commits)) is not None:
+            yield commit
+
+    def _append(self, commit: Commit) -> None:
+        first = len(self.shards)
+        self.shards.extend(
+            Shard(**{**asdict(shard), "index": first + shard.index}) for shard in commit.shards
+        )
+        rows = commit.rows.copy()
+        rows["shard"] += first
+        end = self._num_packs + len(rows)
+        if end > len(self._rows):  # doubled, so that appending costs O(1) a row
+            grown = np.empty(max(end, 2 * len(self._rows), 1024), ROWS)
+            grown[: self._num_packs] = self.rows
+            self._rows = grown
+        self._rows[self._num_packs : end] = rows
+        self._num_packs = end
+        self.counters.append(commit.counters)
+
+
+def list_datasets(store: LocalStore) -> Sequence[str]:
+    """Ids of the datasets in a store, sorted."""
+    return [name for name in store.list("datasets") if store.exists(dataset_key(name, "spec.json"))]

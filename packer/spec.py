@@ -1,0 +1,271 @@
+"""What a user asks for: frozen values, checked once at the border, and the dataset's id.
+
+`parse_spec` turns a JSON document (the body of POST /v1/datasets) into a Spec. Errors: SpecError, a
+ValueError that names the field; its text says what is required, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from packer.shard import FORMAT_VERSION
+
+# Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
+ENGINE_VERSION = 1
+
+MAX_TOKENS_LIMIT = 1 << 24
+
+Format = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
+OnBadRow = Literal["fail", "skip"]
+Loss = Literal["auto", "all", "completion", "assistant"]
+Strategy = Literal["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"]
+Overlong = Literal["truncate", "split", "drop", "error"]
+AutoBool = Literal["auto"] | bool
+
+
+class SpecError(ValueError):
+    """A field of a spec is wrong. `field` is its dotted name, or None where none is to blame."""
+
+    def __init__(self, field: str | None, detail: str) -> None:
+        super().__init__(f"{field}: {detail}" if field else detail)
+        self.field = field
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSpec:
+    """Where examples come from and how to read them."""
+
+    paths: tuple[str, ...]
+    format: Format = "auto"
+    fields: Mapping[str, str] = field(default_factory=dict)  # our name: the source's name
+    on_bad_row: OnBadRow = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSpec:
+    """Which tokenizer and chat template, and which special tokens are added."""
+
+    path: str
+    revision: str | None = None
+    chat_template: str | None = None  # a Jinja text, or the path of one; else the tokenizer's own
+    add_bos: AutoBool = "auto"
+    add_eos: AutoBool = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingSpec:
+    """How segments are laid into packs."""
+
+    strategy: Strategy = "best_fit"
+    max_tokens: int = 8192
+    overlong: Overlong = "truncate"
+    minibatch_size: int | None = None
+    step_size: int | None = None
+    segment_multiple: int = 1
+    pack_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A dataset, as asked for."""
+
+    name: str | None = None
+    source: SourceSpec
+    tokenizer: TokenizerSpec
+    loss: Loss = "auto"
+    packing: PackingSpec = field(default_factory=PackingSpec)
+    shuffle_seed: int | None = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """One source file and what identifies its content. `reader` is how it is read: "jsonl", …"""
+
+    path: str
+    num_bytes: int
+    digest: str  # of the content; or the etag, for an object store
+    reader: str
+    compression: str | None = None  # "gzip" or "zstd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A spec with nothing left open: `auto` settled, inputs and tokenizer identified."""
+
+    dataset: str
+    spec: Spec
+    inputs: tuple[InputFile, ...]
+    tokenizer_digest: str
+    ignored: tuple[str, ...] = ()  # files of a folder that are no sources, by name
+
+
+# ------------------------------------------------------------------ parse
+
+
+def parse_spec(document: Any) -> Spec:
+    """Check a JSON document and give its Spec. Raises SpecError for the first wrong field."""
+    spec: Spec = _parse(Spec, document, "")
+    packing = spec.packing
+    if not spec.source.paths:
+        raise SpecError("source.paths", "at least one file, folder, glob or url is required, found none")
+    unknown = set(spec.source.fields) - {"text", "prompt", "completion", "messages", "tools", "input_ids", "labels"}
+    if unknown:
+        raise SpecError(
+            "source.fields",
+            f"left sides are padfree's names (text, prompt, completion, messages, tools, input_ids, labels), "
+            f"found {', '.join(sorted(unknown))}; write fields as {{\"prompt\": \"question\"}}",
+        )
+    if not 1 <= packing.max_tokens <= MAX_TOKENS_LIMIT:
+        raise SpecError(
+            "packing.max_tokens",
+            f"a whole number from 1 to {MAX_TOKENS_LIMIT} is required, found {packing.max_tokens}; "
+            "use the longest sequence your training step takes, for example 8192",
+        )
+    for name in ("segment_multiple", "pack_multiple", "minibatch_size", "step_size"):
+        value = getattr(packing, name)
+        if value is not None and value < 1:
+            raise SpecError(f"packing.{name}", f"1 or more is required, found {value}")
+    for name, strategy in (("minibatch_size", "minibatch"), ("step_size", "step")):
+        if packing.strategy == strategy and getattr(packing, name) is None:
+            raise SpecError(
+                f"packing.{name}",
+                f'strategy "{strategy}" requires it (examples a {strategy}), found null; set a number',
+            )
+    return spec
+
+
+def _parse(cls: type, document: Any, prefix: str) -> Any:
+    where = prefix.rstrip(".") or None
+    if not isinstance(document, Mapping):
+        raise SpecError(where, f"an object is required, found {_kind(document)}")
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    for name in document:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+            raise SpecError(f"{prefix}{name}", f"there is no such field; {hint}")
+    values = {}
+    for name, spec_field in known.items():
+        if name in document:
+            values[name] = _value(hints[name], document[name], f"{prefix}{name}")
+        elif spec_field.default is dataclasses.MISSING and spec_field.default_factory is dataclasses.MISSING:
+            raise SpecError(f"{prefix}{name}", "this field is required and was not given")
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _parse(typing.cast(type, hint), value, f"{where}.")
+    if origin is Literal:
+        if value in args and isinstance(value, str):
+            return value
+        wanted = ", ".join(repr(arg) for arg in args)
+        close = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
+        hint_text = f"; did you mean {close[0]!r}?" if close else ""
+        raise SpecError(where, f"one of {wanted} is required, found {_shown(value)}{hint_text}")
+    if origin is tuple:
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            raise SpecError(where, f"a list of texts is required, found {_kind(value)}")
+        return tuple(_value(args[0], item, where) for item in value)
+    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in [*value, *value.values()]):
+            raise SpecError(where, f"an object of texts is required, found {_shown(value)}")
+        return dict(sorted(value.items()))
+    if origin in (typing.Union, types.UnionType):
+        return _union(args, value, where)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if hint is str and isinstance(value, str) and value:
+        return value
+    names = {int: "a whole number", str: "a text (not empty)", bool: "true or false"}
+    raise SpecError(where, f"{names.get(hint, hint)} is required, found {_shown(value)}")
+
+
+def _union(args: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in args:
+        return None
+    if isinstance(value, bool) and bool in args:
+        return value
+    rest = [arg for arg in args if arg not in (type(None), bool)]
+    if bool in args and value != "auto":
+        raise SpecError(where, f'"auto", true or false is required, found {_shown(value)}')
+    return _value(rest[0], value, where)
+
+
+def _kind(value: Any) -> str:
+    return {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(
+        type(value), "a number"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+# ------------------------------------------------------------------ identity
+
+
+def to_document(value: Any) -> Any:
+    """A spec or job as plain JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_document(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_document(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_document(item) for item in value]
+    return value
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one JSON text of a value: sorted keys, no spaces, UTF-8."""
+    return json.dumps(to_document(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def dataset_id(spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: str) -> str:
+    """32 hex digits: a digest of all that decides the packed bytes, and of nothing else.
+
+    Names and places (the dataset's name, paths of inputs and tokenizer) are left out; content is in.
+    """
+    document = to_document(spec)
+    del document["name"], document["source"]["paths"], document["tokenizer"]
+    document["tokenizer"] = {
+        "digest": tokenizer_digest,
+        "add_bos": spec.tokenizer.add_bos,
+        "add_eos": spec.tokenizer.add_eos,
+    }
+    document["inputs"] = [
+        {"num_bytes": i.num_bytes, "digest": i.digest, "reader": i.reader, "compression": i.compression}
+        for i in inputs
+    ]
+    document["format_version"], document["engine_version"] = FORMAT_VERSION, ENGINE_VERSION
+    return hashlib.sha256(canonical_json(document)).hexdigest()[:32]
+
+
+def job_to_document(job: Job) -> dict[str, Any]:
+    """A job as it is stored in spec.json."""
+    return to_document(job)
+
+
+def job_from_document(document: Mapping[str, Any]) -> Job:
+    """The inverse of `job_to_document`."""
+    return Job(
+        dataset=document["dataset"],
+        spec=parse_spec(document["spec"]),
+        inputs=tuple(InputFile(**i) for i in document["inputs"]),
+        tokenizer_digest=document["tokenizer_digest"],
+        ignored=tuple(document["ignored"]),
+    )

@@ -1,0 +1,1 @@
+"""The door: FastAPI over a store of packed datasets. Never torch."""
