@@ -1,0 +1,50 @@
+"""The strategies that keep stream order: sequential, wrapped, minibatch and padded."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packer.packing.values import Capacity, Int64, Layout, Pieces
+
+
+def sequential(sizes: Int64, capacity: int) -> Layout:
+    """Next fit: a piece that no longer fits opens the next pack; no pack is looked at again."""
+    ends = np.cumsum(sizes)
+    num_pieces, offsets, first = len(sizes), [0], 0
+    # Where the pack that begins at each piece would end, all at once; then only follow the links.
+    following = np.searchsorted(ends, ends - sizes + capacity, side="right").tolist()
+    while first < num_pieces:
+        first = following[first]
+        offsets.append(first)
+    return Layout(np.arange(num_pieces), np.array(offsets, np.int64))
+
+
+def padded(sizes: Int64) -> Layout:
+    """One piece a pack."""
+    return Layout(np.arange(len(sizes)), np.arange(len(sizes) + 1))
+
+
+def minibatch(example: Int64, minibatch_size: int) -> Layout:
+    """The pieces of each `minibatch_size` examples in one pack; mini-batches without a piece have none."""
+    group = example // minibatch_size
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    return Layout(np.arange(len(example)), np.append(starts, len(example)).astype(np.int64))
+
+
+def wrapped(example: Int64, length: Int64, capacity: Capacity) -> tuple[Pieces, Layout]:
+    """One stream of all tokens, cut every `capacity`; what is left of an example opens the next pack.
+
+    With a segment multiple the stream is that of the padded segments, so that cuts fall on multiples.
+    """
+    size = capacity.segment
+    ends = np.cumsum(capacity.padded(length))
+    begins = ends - capacity.padded(length)
+    total = int(ends[-1]) if len(ends) else 0
+    edges = np.union1d(begins, np.arange(0, total, size))  # where a piece begins in the stream
+    owner = np.searchsorted(ends, edges, side="right")
+    start = edges - begins[owner]
+    stop = np.minimum(np.append(edges[1:], total) - begins[owner], length[owner])
+    none = np.zeros(0, np.int64)
+    pieces = Pieces(example=example[owner], start=start, length=stop - start, truncated=none, dropped=none)
+    offsets = np.append(np.flatnonzero(edges % size == 0), len(edges)).astype(np.int64)
+    return pieces, Layout(np.arange(len(edges)), offsets)
