@@ -20,8 +20,8 @@ import pyarrow as pa
 from packer.shard import ROW_INDEX
 from packer.store import LocalStore
 
-_COLUMNS = [("shard", "<i4"), *((name, ROW_INDEX[name].str) for name in ROW_INDEX.names or ())]
-ROWS = np.dtype(_COLUMNS)
+# The row index of a dataset: `shard`, and the optimiser step of the pack under strategy "step" (else -1).
+ROWS = np.dtype([("shard", "<i4"), ("step", "<i8"), *ROW_INDEX.descr])
 
 
 class ManifestError(ValueError):
@@ -61,6 +61,16 @@ def commit_key(dataset: str, partition: int) -> str:
 
 def shard_key(dataset: str, partition: int, number: int) -> str:
     return dataset_key(dataset, f"shards/{partition:06d}-{number:03d}.arrow")
+
+
+def shard_rows(shard: int, index: np.ndarray, steps: np.ndarray | None = None) -> np.ndarray:
+    """The row index of one shard (dtype ROW_INDEX) as rows of a commit (dtype ROWS)."""
+    rows = np.empty(len(index), ROWS)
+    rows["shard"] = shard
+    rows["step"] = -1 if steps is None else steps
+    for name in ROW_INDEX.names or ():
+        rows[name] = index[name]
+    return rows
 
 
 def write_commit(store: LocalStore, dataset: str, commit: Commit) -> None:
@@ -134,7 +144,7 @@ class Manifest:
         if self.finished is not None:
             return False
         # Looked at before the commits, so that all of them are read when it is there.
-        finished = self._read_json("finished.json")
+        finished = self.read_json("finished.json")
         before = self.num_commits
         for commit in self._new_commits():
             self._append(commit)
@@ -149,12 +159,12 @@ class Manifest:
 
     def failed(self) -> dict[str, Any] | None:
         """Why packing stopped, or None."""
-        return self._read_json("failed.json")
+        return self.read_json("failed.json")
 
     def spec(self) -> dict[str, Any] | None:
-        return self._read_json("spec.json")
+        return self.read_json("spec.json")
 
-    def _read_json(self, name: str) -> dict[str, Any] | None:
+    def read_json(self, name: str) -> dict[str, Any] | None:
         try:
             return json.loads(self.store.get(dataset_key(self.dataset, name)))
         except FileNotFoundError:

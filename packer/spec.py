@@ -80,7 +80,7 @@ class Spec:
 
     name: str | None = None
     source: SourceSpec
-    tokenizer: TokenizerSpec
+    tokenizer: TokenizerSpec | None = None  # ready token ids need none
     loss: Loss = "auto"
     packing: PackingSpec = field(default_factory=PackingSpec)
     shuffle_seed: int | None = 0
@@ -117,12 +117,20 @@ def parse_spec(document: Any) -> Spec:
     packing = spec.packing
     if not spec.source.paths:
         raise SpecError("source.paths", "at least one file, folder, glob or url is required, found none")
-    unknown = set(spec.source.fields) - {"text", "prompt", "completion", "messages", "tools", "input_ids", "labels"}
+    unknown = set(spec.source.fields) - {
+        "text",
+        "prompt",
+        "completion",
+        "messages",
+        "tools",
+        "input_ids",
+        "labels",
+    }
     if unknown:
         raise SpecError(
             "source.fields",
             f"left sides are padfree's names (text, prompt, completion, messages, tools, input_ids, labels), "
-            f"found {', '.join(sorted(unknown))}; write fields as {{\"prompt\": \"question\"}}",
+            f'found {", ".join(sorted(unknown))}; write fields as {{"prompt": "question"}}',
         )
     if not 1 <= packing.max_tokens <= MAX_TOKENS_LIMIT:
         raise SpecError(
@@ -242,11 +250,12 @@ def dataset_id(spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: s
     """
     document = to_document(spec)
     del document["name"], document["source"]["paths"], document["tokenizer"]
-    document["tokenizer"] = {
-        "digest": tokenizer_digest,
-        "add_bos": spec.tokenizer.add_bos,
-        "add_eos": spec.tokenizer.add_eos,
-    }
+    if spec.tokenizer is not None:
+        document["tokenizer"] = {
+            "digest": tokenizer_digest,
+            "add_bos": spec.tokenizer.add_bos,
+            "add_eos": spec.tokenizer.add_eos,
+        }
     document["inputs"] = [
         {"num_bytes": i.num_bytes, "digest": i.digest, "reader": i.reader, "compression": i.compression}
         for i in inputs

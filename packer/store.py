@@ -22,6 +22,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,20 +107,37 @@ class LocalStore:
         return len(left)
 
     @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[bool]:
+    def lock(self, key: str, *, wait_s: float = 0.5) -> Iterator[bool]:
         """Hold `key` alone while the block runs; yields False where another process holds it.
 
-        The kernel lets go of it when the holder dies, however it dies.
+        The kernel lets go of it when the holder dies, however it dies. The short wait is for
+        `is_locked`, which holds it for an instant.
         """
         path = self.path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        until = time.monotonic() + wait_s
         with open(path, "ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        yield False
+                        return
+                    time.sleep(0.02)
             yield True
+
+    def is_locked(self, key: str) -> bool:
+        """Whether some process holds `key` now."""
+        try:
+            with open(self.path(key), "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
 
 def _sync_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from packer.manifest import ROWS, Commit, Shard, dataset_key, shard_key, write_commit
+from packer.manifest import ROWS, Commit, Shard, dataset_key, shard_key, shard_rows, write_commit
 from packer.shard import Pack, encode_shard
 from packer.spec import (
     Job,
@@ -117,11 +117,7 @@ def commit_partition(
                 sha256=hashlib.sha256(data).hexdigest(),
             )
         )
-        of_shard = np.empty(len(index), ROWS)
-        of_shard["shard"] = number
-        for column in index.dtype.names or ():
-            of_shard[column] = index[column]
-        rows.append(of_shard)
+        rows.append(shard_rows(number, index))
     commit = Commit(
         partition=partition,
         shards=tuple(shards),

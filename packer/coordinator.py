@@ -1,0 +1,273 @@
+"""Packs a dataset: hands out partitions in a bounded window, commits them in order, resumes.
+
+`Window` is the pure state machine: it knows no clock, no runner and no store. `pack` drives it.
+Errors: PackingFailed (told in failed.json too), Busy, Cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from packer import sources
+from packer.manifest import Commit, Manifest, dataset_key, write_commit
+from packer.packing import partition_multiple
+from packer.pipeline import pack_partition
+from packer.report import report
+from packer.runners import Runner, Tasks, WorkerDied
+from packer.spec import Job, canonical_json, job_to_document
+from packer.store import LocalStore, NoSpaceLeft, StoreError
+from packer.view import lock_key
+
+log = logging.getLogger("padfree.packer")
+
+MAX_TRIES = 3  # of one partition, when its worker dies or the store stumbles
+
+
+class PackingFailed(RuntimeError):
+    """Packing stopped for good; the message says why and what to do."""
+
+
+class Busy(RuntimeError):
+    """Another process packs this dataset."""
+
+
+class Cancelled(RuntimeError):
+    """Packing was asked to stop. What is committed stays."""
+
+
+@dataclass(slots=True)
+class Window:
+    """Which partitions run, wait for their turn, or failed.
+
+    At most `size` partitions are out or waiting at any time, so a slow one holds back the rest: that
+    is the back-pressure. A failure counts only when all before it are committed, so that the same
+    input always fails for the same reason.
+    """
+
+    total: int
+    size: int
+    committed: int = 0  # partitions 0 .. committed-1 are in the manifest
+    _handed_out: int = field(default=-1)
+    _results: dict[int, Any] = field(default_factory=dict)
+    _failures: dict[int, BaseException] = field(default_factory=dict)
+    _tries: dict[int, int] = field(default_factory=dict)
+    _again: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._handed_out = self.committed
+
+    @property
+    def done(self) -> bool:
+        return self.committed == self.total
+
+    def to_start(self) -> list[int]:
+        """Partitions to hand out now."""
+        again, self._again = self._again, []
+        if self._failures:  # what comes after the first failure would be thrown away
+            return [p for p in again if p < min(self._failures)]
+        end = min(self.total, self.committed + self.size)
+        fresh = list(range(self._handed_out, end))
+        self._handed_out = max(self._handed_out, end)
+        return again + fresh
+
+    def succeeded(self, partition: int, result: Any) -> None:
+        self._results[partition] = result
+
+    def stumbled(self, partition: int, error: BaseException) -> bool:
+        """A transient failure. Returns whether the partition gets another try."""
+        self._tries[partition] = self._tries.get(partition, 0) + 1
+        if self._tries[partition] >= MAX_TRIES:
+            self.failed(partition, error)
+            return False
+        self._again.append(partition)
+        return True
+
+    def failed(self, partition: int, error: BaseException) -> None:
+        self._failures[partition] = error
+
+    def failure(self) -> BaseException | None:
+        """The error that ends the job, once every partition before it is committed."""
+        return self._failures.get(self.committed)
+
+    def to_commit(self) -> list[tuple[int, Any]]:
+        """Results whose turn has come, in order. They count as committed from here on."""
+        ready = []
+        while self.committed in self._results:
+            ready.append((self.committed, self._results.pop(self.committed)))
+            self.committed += 1
+        return ready
+
+
+def pack(
+    job: Job,
+    store: LocalStore,
+    runner: Runner,
+    *,
+    cancel: threading.Event | None = None,
+    on_progress: Callable[[Manifest, int], None] | None = None,
+) -> dict[str, Any]:
+    """Pack a dataset, or what is left of it, and return its report. Blocks.
+
+    `on_progress(manifest, num_partitions)` is called after each commit. Raises PackingFailed, Busy or
+    Cancelled.
+    """
+    key = dataset_key(job.dataset)
+    with store.lock(lock_key(job.dataset)) as mine:
+        if not mine:
+            raise Busy(f"dataset {job.dataset} is being packed by another process on this store")
+        manifest = Manifest(store, job.dataset)
+        manifest.refresh()
+        if manifest.finished is not None:
+            return manifest.finished["report"]
+        store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
+        store.delete(f"{key}/failed.json")
+        store.sweep(key)
+        try:
+            with runner.open() as tasks:
+                partitions = _partitions(job, store, tasks, cancel)
+                store.put(f"{key}/plan.json", canonical_json({"num_partitions": len(partitions)}))
+                window = Window(
+                    total=len(partitions), size=2 * runner.num_workers + 2, committed=manifest.num_commits
+                )
+                _run(
+                    job,
+                    store,
+                    tasks,
+                    window,
+                    partitions,
+                    cancel,
+                    lambda: _tell(manifest, window, on_progress),
+                )
+        except (Cancelled, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise _fail(job, store, error) from error
+        return _finish(job, store, manifest)
+
+
+def _partitions(
+    job: Job, store: LocalStore, tasks: Tasks, cancel: threading.Event | None
+) -> list[sources.Partition]:
+    """Index every input (one task each) and cut them into partitions."""
+    work_key = dataset_key(job.dataset, "work")
+    shuffled = job.spec.shuffle_seed is not None
+    numbers = {
+        tasks.submit(
+            _index, one, store, f"{work_key}/{number}", shuffled, dict(job.spec.source.fields)
+        ): number
+        for number, one in enumerate(job.inputs)
+    }
+    indexes: dict[int, sources.FileIndex] = {}
+    while len(indexes) < len(numbers):
+        _stop_if(cancel)
+        for done in tasks.wait(1.0):
+            if done.error is not None:
+                raise done.error
+            indexes[numbers[done.task]] = done.value
+    ordered = [indexes[number] for number in range(len(job.inputs))]
+    return sources.cut(
+        ordered, shuffle_seed=job.spec.shuffle_seed, multiple=partition_multiple(job.spec.packing)
+    )
+
+
+def _index(one: Any, store: LocalStore, work_key: str, random_access: bool, fields: dict[str, str]) -> Any:
+    return sources.index_input(
+        one, store=store, work_key=work_key, random_access=random_access, fields=fields
+    )
+
+
+def _run(
+    job: Job,
+    store: LocalStore,
+    tasks: Tasks,
+    window: Window,
+    partitions: list[sources.Partition],
+    cancel: threading.Event | None,
+    tell: Callable[[], None],
+) -> None:
+    running: dict[int, int] = {}  # task: partition
+    while not window.done:
+        _stop_if(cancel)
+        for partition in window.to_start():
+            running[tasks.submit(pack_partition, job, partition, partitions[partition], store)] = partition
+        for done in tasks.wait(0.5):
+            _take(window, running.pop(done.task), done.value, done.error)
+        if ready := window.to_commit():
+            for _, commit in ready:
+                write_commit(store, job.dataset, commit)
+            tell()
+        if (failure := window.failure()) is not None:
+            raise failure
+
+
+def _take(window: Window, partition: int, value: Commit | None, error: BaseException | None) -> None:
+    if error is None:
+        window.succeeded(partition, value)
+    elif isinstance(error, WorkerDied) or (
+        isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft)
+    ):
+        if window.stumbled(partition, error):
+            log.warning("partition %d is tried again: %s", partition, error)
+    else:
+        window.failed(partition, error)
+
+
+def _tell(manifest: Manifest, window: Window, on_progress: Callable[[Manifest, int], None] | None) -> None:
+    manifest.refresh()
+    if on_progress is not None:
+        on_progress(manifest, window.total)
+
+
+def _stop_if(cancel: threading.Event | None) -> None:
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("packing was asked to stop")
+
+
+def _finish(job: Job, store: LocalStore, manifest: Manifest) -> dict[str, Any]:
+    manifest.refresh()
+    final = report(
+        manifest.counters,
+        max_tokens=job.spec.packing.max_tokens,
+        ignored=list(job.ignored),
+    )
+    store.put(
+        dataset_key(job.dataset, "finished.json"),
+        json.dumps({"num_partitions": manifest.num_commits, "report": final}).encode(),
+    )
+    store.delete(dataset_key(job.dataset, "work"))
+    return final
+
+
+def _fail(job: Job, store: LocalStore, error: Exception) -> PackingFailed:
+    """Write down why packing stopped, and give the error to raise."""
+    told = isinstance(error, ValueError | OSError | WorkerDied | PackingFailed)
+    detail = str(error) if told else f"unexpected {type(error).__name__}: {error}"
+    if isinstance(error, WorkerDied):
+        detail = f"a worker was killed {MAX_TRIES} times at the same work ({error}); give workers more memory"
+    if not told:
+        log.error("packing %s: %s", job.dataset, "".join(traceback.format_exception(error)))
+    _remove_uncommitted(job, store)  # first: on a full disk that makes the room to say so
+    document = {"title": type(error).__name__, "detail": detail, "field": getattr(error, "field", None)}
+    try:
+        store.put(dataset_key(job.dataset, "failed.json"), json.dumps(document).encode())
+    except StoreError as also:
+        log.error("packing %s failed (%s), and that could not be written down: %s", job.dataset, detail, also)
+    return PackingFailed(detail)
+
+
+def _remove_uncommitted(job: Job, store: LocalStore) -> None:
+    """Remove shards that no commit lists."""
+    manifest = Manifest(store, job.dataset)
+    manifest.refresh()
+    listed = {shard.key for shard in manifest.shards}
+    folder = dataset_key(job.dataset, "shards")
+    for name in store.list(folder):
+        if f"{folder}/{name}" not in listed:
+            store.delete(f"{folder}/{name}")
+    store.sweep(dataset_key(job.dataset))

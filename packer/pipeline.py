@@ -1,0 +1,324 @@
+"""One partition: read, render, tokenize, pack, write its shards. A pure function of (job, partition).
+
+Runs on a worker; what it writes is invisible until the coordinator commits it, so running it twice,
+or half, harms nothing: the same bytes go under the same keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer import sources
+from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
+from packer.packing import PackPlan, plan
+from packer.packing.values import Capacity
+from packer.render import Renderer
+from packer.report import MAX_REJECTED, PADDED_BATCH, Counters
+from packer.shard import PADDING_ID, Pack, encode_shard
+from packer.spec import Job, Spec, canonical_json, parse_spec
+from packer.store import LocalStore
+from packer.tokenization import Bundle, Tokenizer
+
+SHARD_TOKENS = 4 << 20  # a shard ends with the pack that reaches this: about 8 MB
+
+
+class BadRow(ValueError):
+    """A row cannot be used and the spec says to stop there. Permanent."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Rows:
+    """The rows of a partition, flat: row i has tokens offsets[i] to offsets[i + 1], none if left out."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+    example_ids: NDArray[np.int64]
+    places: list[tuple[str, str]]  # (file, where in it) of each row
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.diff(self.offsets)
+
+
+def pack_partition(job: Job, number: int, partition: sources.Partition, store: LocalStore) -> Commit:
+    """Pack one partition, write its shards and return what the coordinator is to commit.
+
+    Raises BadRow, and the errors of sources, rendering, packing and the store.
+    """
+    counters, rejected = Counters(), []
+    rows = _read(job, partition, store, counters, rejected)
+    if rejected and job.spec.source.on_bad_row == "fail":
+        first = min(rejected, key=lambda row: row.example_id)
+        raise BadRow(
+            f"{first.file}, {first.location}: {first.reason}. "
+            'Correct the row, or set source.on_bad_row to "skip" to leave such rows out and list them.'
+        )
+    planned = _plan(job, rows, counters)
+    shards, index = _write(job, number, _packs(job, rows, planned, counters), store)
+    if planned.pack_step is not None and job.spec.packing.step_size is not None:
+        index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
+    counters.num_shards = len(shards)
+    counters.check()
+    listed = [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_REJECTED]]
+    return Commit(
+        partition=number,
+        shards=tuple(shards),
+        rows=index,
+        counters={**dataclasses.asdict(counters), "rejected": listed},
+    )
+
+
+@functools.lru_cache(maxsize=2)
+def _cached_renderer(root: str, spec_json: bytes, tokenizer_digest: str) -> Renderer:
+    """One renderer a worker process and dataset: loading a tokenizer takes longer than a small task."""
+    tokenizer = Tokenizer(Bundle.load(LocalStore(root), tokenizer_digest)) if tokenizer_digest else None
+    return make_renderer(parse_spec(json.loads(spec_json)), tokenizer)
+
+
+def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
+    """The renderer of a resolved spec. Raises RenderError where template and loss do not fit."""
+    return Renderer(
+        tokenizer,
+        format=spec.source.format,
+        fields=spec.source.fields,
+        loss=spec.loss,
+        add_bos=spec.tokenizer.add_bos if spec.tokenizer else False,
+        add_eos=spec.tokenizer.add_eos if spec.tokenizer else False,
+    )
+
+
+# ------------------------------------------------------------------ rows
+
+
+def _read(
+    job: Job,
+    partition: sources.Partition,
+    store: LocalStore,
+    counters: Counters,
+    rejected: list[sources.RowError],
+) -> _Rows:
+    """Read and render the partition; count and leave out empty, untrained and bad rows."""
+    renderer = _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest)
+    ids, masks, lengths, examples = [], [], [], []
+    places: list[tuple[str, str]] = []
+    for records in sources.read_partition(partition, store=store, fields=dict(job.spec.source.fields)):
+        counters.rows_in += len(records.example_ids) + len(records.errors)
+        rejected.extend(records.errors)
+        rendered = renderer.render(records.rows)
+        wrong = dict(rendered.errors)
+        rejected.extend(
+            sources.RowError(
+                example_id=int(records.example_ids[row]),
+                file=records.files[row],
+                location=records.locations[row],
+                reason=reason,
+            )
+            for row, reason in wrong.items()
+        )
+        trained = _any_per_row(rendered.loss_mask, rendered.lengths)
+        empty = rendered.lengths == 0
+        counters.rows_empty += int(np.count_nonzero(empty)) - len(wrong)
+        counters.rows_untrained += int(np.count_nonzero(~empty & ~trained))
+        counters.tokens_in += len(rendered.input_ids)
+        counters.tokens_dropped += int(rendered.lengths[~trained].sum())
+        # Rows that are left out keep their place, with no tokens.
+        keep = np.repeat(trained, rendered.lengths)
+        ids.append(rendered.input_ids[keep])
+        masks.append(rendered.loss_mask[keep])
+        lengths.append(np.where(trained, rendered.lengths, 0))
+        examples.append(records.example_ids)
+        places.extend(zip(records.files, records.locations, strict=True))
+    counters.rows_rejected = len(rejected)
+    return _Rows(
+        input_ids=_concat(ids, np.int32),
+        loss_mask=_concat(masks, np.bool_),
+        offsets=np.concatenate([[0], np.cumsum(_concat(lengths, np.int64))]).astype(np.int64),
+        example_ids=_concat(examples, np.int64),
+        places=places,
+    )
+
+
+def _concat(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
+
+
+def _any_per_row(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether any value of each row's stretch of `mask` is true."""
+    counts = np.concatenate([[0], np.cumsum(mask)])
+    ends = np.cumsum(lengths)
+    return counts[ends] > counts[ends - lengths]
+
+
+# ------------------------------------------------------------------ packs
+
+
+def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
+    """Plan the packs and count what becomes of the rows."""
+    packing = job.spec.packing
+    _check_overlong(job, rows)
+    trained_before = np.concatenate([[0], np.cumsum(rows.loss_mask)])
+    lengths = rows.lengths.copy()
+    while True:
+        planned = plan(
+            lengths,
+            packing.max_tokens,
+            strategy=packing.strategy,
+            seed=job.spec.shuffle_seed,
+            minibatch_size=packing.minibatch_size,
+            step_size=packing.step_size,
+            overlong=packing.overlong,
+            segment_multiple=packing.segment_multiple,
+            pack_multiple=packing.pack_multiple,
+        )
+        # A row may lose all that it trains to truncation. It is left out and the rest planned again;
+        # its place stays (length 0), since mini-batches and steps are counted by place.
+        starts = rows.offsets[planned.example] + planned.start
+        trained = trained_before[starts + planned.length] - trained_before[starts]
+        per_row = np.bincount(planned.example, weights=trained, minlength=len(lengths))
+        lost = planned.truncated[per_row[planned.truncated] == 0]
+        if not len(lost):
+            break
+        counters.rows_untrained += len(lost)
+        counters.tokens_dropped += int(lengths[lost].sum())
+        lengths[lost] = 0
+    _count(packing.minibatch_size or PADDED_BATCH, packing.max_tokens, lengths, planned, counters)
+    return planned
+
+
+def _check_overlong(job: Job, rows: _Rows) -> None:
+    packing = job.spec.packing
+    limit = Capacity(
+        max_tokens=packing.max_tokens,
+        segment_multiple=packing.segment_multiple,
+        pack_multiple=packing.pack_multiple,
+    ).segment
+    over = np.flatnonzero(rows.lengths > limit)
+    if packing.overlong == "error" and len(over):
+        file, location = rows.places[over[0]]
+        raise BadRow(
+            f"{file}, {location}: {rows.lengths[over[0]]} tokens, a pack takes at most {limit}. "
+            'Raise packing.max_tokens, or set packing.overlong to "truncate", "split" or "drop".'
+        )
+
+
+def _count(
+    minibatch_size: int, max_tokens: int, lengths: NDArray[np.int64], planned: PackPlan, counters: Counters
+) -> None:
+    counters.rows_overlong = len(planned.dropped)
+    counters.rows_packed = int(np.count_nonzero(lengths)) - len(planned.dropped)
+    counters.rows_truncated = len(planned.truncated)
+    counters.rows_split = len(planned.split)
+    counters.tokens_packed = planned.num_tokens
+    counters.tokens_dropped += planned.tokens_dropped
+    counters.num_packs = planned.num_packs
+    # What a padding loader would compute: the longest of each mini-batch, times its rows.
+    padded = np.minimum(lengths[lengths > 0], max_tokens)
+    if len(padded):
+        starts = np.arange(0, len(padded), minibatch_size)
+        sizes = np.diff(np.append(starts, len(padded)))
+        counters.padded_tokens = int((np.maximum.reduceat(padded, starts) * sizes).sum())
+        counters.padded_real = int(padded.sum())
+
+
+def _packs(job: Job, rows: _Rows, planned: PackPlan, counters: Counters) -> Iterator[Pack]:
+    """The packs of a plan, in order; counts padding and trained tokens as they go by."""
+    packing = job.spec.packing
+    starts = rows.offsets[planned.example] + planned.start
+    for first, end in zip(planned.pack_offsets[:-1], planned.pack_offsets[1:], strict=True):
+        lengths = planned.length[first:end]
+        cu = np.concatenate([[0], np.cumsum(lengths)])
+        # One gather a pack: the token at place t of segment s is token starts[s] + t of the rows.
+        gather = np.arange(cu[-1]) + np.repeat(starts[first:end] - cu[:-1], lengths)
+        ids, mask = rows.input_ids[gather], rows.loss_mask[gather]
+        mask[cu[:-1]] = False  # the last token of one example never predicts the first of the next
+        pack = Pack(
+            input_ids=ids,
+            loss_mask=mask,
+            cu_seqlens=cu.astype(np.int32),
+            example_ids=rows.example_ids[planned.example[first:end]],
+        )
+        if packing.segment_multiple > 1 or packing.pack_multiple > 1:
+            padded = pad_pack(pack, packing.segment_multiple, packing.pack_multiple)
+            counters.tokens_padding += padded.num_tokens - pack.num_tokens
+            counters.tokens_packed += padded.num_tokens - pack.num_tokens
+            pack = padded
+        counters.tokens_trained += pack.num_trained
+        yield pack
+
+
+def pad_pack(pack: Pack, segment_multiple: int, pack_multiple: int, token_id: int = 0) -> Pack:
+    """Pad each segment, then the pack, to a multiple. Padding is a segment of its own, id -1, directly
+    behind what it pads, so that real and padded boundaries can both be read off."""
+    lengths, ids, masks, examples = [], [], [], []
+
+    def padding(size: int) -> None:
+        if size:
+            lengths.append(size)
+            ids.append(np.full(size, token_id, np.int32))
+            masks.append(np.zeros(size, np.bool_))
+            examples.append(PADDING_ID)
+
+    for segment, example in enumerate(pack.example_ids):
+        start, end = pack.cu_seqlens[segment : segment + 2]
+        lengths.append(int(end - start))
+        ids.append(pack.input_ids[start:end])
+        masks.append(pack.loss_mask[start:end])
+        examples.append(int(example))
+        padding(-int(end - start) % segment_multiple)
+    padding(-sum(lengths) % pack_multiple)
+    return Pack(
+        input_ids=np.concatenate(ids),
+        loss_mask=np.concatenate(masks),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        example_ids=np.array(examples, np.int64),
+    )
+
+
+# ------------------------------------------------------------------ shards
+
+
+def _write(job: Job, number: int, packs: Iterator[Pack], store: LocalStore) -> tuple[list[Shard], np.ndarray]:
+    shards: list[Shard] = []
+    indexes = []
+    for group in _groups(packs):
+        data, index = encode_shard(group, job.dataset)
+        key = shard_key(job.dataset, number, len(shards))
+        store.put(key, data)
+        indexes.append(shard_rows(len(shards), index))
+        shards.append(
+            Shard(
+                index=len(shards),
+                key=key,
+                num_packs=len(group),
+                num_tokens=sum(pack.num_tokens for pack in group),
+                num_bytes=len(data),
+                sha256=hashlib.sha256(data).hexdigest(),
+            )
+        )
+    return shards, np.concatenate(indexes) if indexes else np.empty(0, ROWS)
+
+
+def _groups(packs: Iterator[Pack]) -> Iterator[list[Pack]]:
+    group: list[Pack] = []
+    tokens = 0
+    for pack in packs:
+        group.append(pack)
+        tokens += pack.num_tokens
+        if tokens >= SHARD_TOKENS:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _about(row: sources.RowError) -> dict[str, Any]:
+    return {"file": row.file, "location": row.location, "reason": row.reason, "example": row.example_id}

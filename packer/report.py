@@ -1,0 +1,77 @@
+"""Counters that add up, from one partition to the whole dataset.
+
+Always: rows_in = rows_packed + rows_empty + rows_overlong + rows_rejected + rows_untrained, and
+tokens_in + tokens_padding = tokens_packed + tokens_dropped. `Counters.check` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_REJECTED = 100  # bad rows listed by name; all are counted
+PADDED_BATCH = 8  # mini-batch that `padded_fill` assumes where the spec names none
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What became of the rows and tokens of a partition, or of several together."""
+
+    rows_in: int = 0
+    rows_packed: int = 0
+    rows_empty: int = 0  # no tokens
+    rows_overlong: int = 0  # longer than max_tokens, left out by overlong="drop"
+    rows_rejected: int = 0  # unreadable or of a wrong type, left out by on_bad_row="skip"
+    rows_untrained: int = 0  # no token to train on, before or after truncation
+    rows_truncated: int = 0  # packed, but cut
+    rows_split: int = 0  # packed in more than one piece
+    tokens_in: int = 0
+    tokens_packed: int = 0  # padding included
+    tokens_dropped: int = 0
+    tokens_padding: int = 0
+    tokens_trained: int = 0
+    num_packs: int = 0
+    num_shards: int = 0
+    padded_tokens: int = 0  # what padding each mini-batch to its longest would have computed
+    padded_real: int = 0  # the real tokens in them
+
+    def add(self, other: Mapping[str, int]) -> None:
+        """Add another's counts; what it does not count, it counts as 0."""
+        for item in dataclasses.fields(self):
+            setattr(self, item.name, getattr(self, item.name) + int(other.get(item.name, 0)))
+
+    def check(self) -> None:
+        """Raise AssertionError where rows or tokens do not add up: a bug, never the user's fault."""
+        left = self.rows_empty + self.rows_overlong + self.rows_rejected + self.rows_untrained
+        if self.rows_in != self.rows_packed + left:
+            raise AssertionError(f"rows do not add up: {self}")
+        if self.tokens_in + self.tokens_padding != self.tokens_packed + self.tokens_dropped:
+            raise AssertionError(f"tokens do not add up: {self}")
+
+
+def total(parts: Iterable[Mapping[str, Any]]) -> tuple[Counters, list[dict[str, Any]]]:
+    """The sum of the counters of commits, and the first rejected rows in their order."""
+    counters, rejected = Counters(), []
+    for part in parts:
+        counters.add(part)
+        rejected.extend(part.get("rejected", [])[: MAX_REJECTED - len(rejected)])
+    return counters, rejected
+
+
+def report(parts: Iterable[Mapping[str, Any]], *, max_tokens: int, **more: Any) -> dict[str, Any]:
+    """The report of a dataset, from the counters of its commits in order."""
+    counters, rejected = total(parts)
+    counters.check()
+    values = dataclasses.asdict(counters)
+    padded_tokens, padded_real = values.pop("padded_tokens"), values.pop("padded_real")
+    real = counters.tokens_packed - counters.tokens_padding
+    return {
+        **values,
+        "fill": real / (counters.num_packs * max_tokens) if counters.num_packs else 0.0,
+        "lower_bound_packs": -(-real // max_tokens),
+        "padded_fill": padded_real / padded_tokens if padded_tokens else 0.0,
+        "rejected": rejected,
+        **more,
+    }

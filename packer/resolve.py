@@ -1,0 +1,62 @@
+"""From a spec to a job: nothing left open, everything identified.
+
+Reads the tokenizer, looks at the first record, takes digests of the inputs. Errors name the field:
+SpecError, sources.SourceError (source.paths), TokenizerError and RenderError (tokenizer.path).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from packer import sources
+from packer.pipeline import make_renderer
+from packer.spec import Job, Spec, SpecError, dataset_id
+from packer.store import LocalStore
+from packer.tokenization import Bundle, Tokenizer
+
+_AUTO_LOSS = {"text": "all", "prompt_completion": "completion", "messages": "assistant", "tokens": "all"}
+_LOSSES = {
+    "text": {"all"},
+    "prompt_completion": {"all", "completion"},
+    "messages": {"all", "assistant"},
+    "tokens": {"all"},
+}
+
+
+def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = None) -> Job:
+    """Settle what a spec leaves open and identify its content; saves the tokenizer into the store.
+
+    `roots`: folders that local paths must lie in; None allows all. Takes as long as reading the inputs
+    once. Raises SpecError, SourceError, TokenizerError, RenderError.
+    """
+    inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots)
+    format_, fields = sources.detect_format(inputs, spec.source)
+    loss = _AUTO_LOSS[format_] if spec.loss == "auto" else spec.loss
+    if loss not in _LOSSES[format_]:
+        allowed = ", ".join(sorted(_LOSSES[format_]))
+        raise SpecError("loss", f'format "{format_}" takes loss {allowed} or auto, found "{spec.loss}"')
+    tokenizer, digest = None, ""
+    if spec.tokenizer is not None:
+        bundle = Bundle.read(
+            spec.tokenizer.path, revision=spec.tokenizer.revision, chat_template=spec.tokenizer.chat_template
+        )
+        tokenizer, digest = Tokenizer(bundle), bundle.digest
+        bundle.save(store)
+    elif format_ != "tokens":
+        raise SpecError(
+            "tokenizer.path",
+            f'format "{format_}" requires a tokenizer, none was given; name a folder with tokenizer.json',
+        )
+    source = dataclasses.replace(spec.source, format=format_, fields=fields)
+    resolved = dataclasses.replace(spec, source=source, loss=loss)
+    # Made once here, so that a template that cannot be used is told before any work is done.
+    make_renderer(resolved, tokenizer)
+    return Job(
+        dataset=dataset_id(resolved, inputs=inputs, tokenizer_digest=digest),
+        spec=resolved,
+        inputs=inputs,
+        tokenizer_digest=digest,
+        ignored=tuple(ignored),
+    )

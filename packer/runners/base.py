@@ -1,0 +1,50 @@
+"""What a runner is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class WorkerDied(RuntimeError):
+    """The process that ran a task is gone: killed, out of memory, or its machine was lost. Transient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A task that ended: with a value, or with the error it raised (WorkerDied if it could not end)."""
+
+    task: int
+    value: Any = None
+    error: BaseException | None = None
+
+
+class Tasks(Protocol):
+    """The running tasks of one job."""
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> int:
+        """Start `function(*args)`; both must be picklable. Returns the task's number."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Done]:
+        """Tasks that ended, as soon as there is one; none after `timeout_s`."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs tasks. A context manager: leaving it ends what it started."""
+
+    name: str
+
+    @property
+    def num_workers(self) -> int:
+        """How many tasks can run at once, now."""
+        ...
+
+    def open(self) -> AbstractContextManager[Tasks]:
+        """Tasks for one job; leaving the block cancels those that still run."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,52 @@
+"""What the outside sees of a dataset, read from the store alone: any replica gives the same answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from packer.manifest import Manifest
+from packer.report import total
+from packer.store import LocalStore
+
+_SHOWN = ("rows_in", "rows_packed", "tokens_packed", "num_packs", "num_shards")
+
+
+def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = None) -> dict[str, Any] | None:
+    """`id, name, state, progress, report, error` of a dataset; None where the store has none of that id.
+
+    state: "ready" (all committed), "failed", "packing" (some process holds its lock), else "queued".
+    A manifest that was read before is refreshed and spares reading its commits again.
+    """
+    manifest = manifest or Manifest(store, dataset)
+    document = manifest.spec()
+    if document is None:
+        return None
+    manifest.refresh()
+    failed = manifest.failed()
+    if manifest.finished is not None:
+        state = "ready"
+    elif failed is not None:
+        state = "failed"
+    else:
+        state = "packing" if store.is_locked(lock_key(dataset)) else "queued"
+    plan = manifest.read_json("plan.json") or {"num_partitions": None}
+    counters, _ = total(manifest.counters)
+    progress = {name: getattr(counters, name) for name in _SHOWN}
+    return {
+        "id": dataset,
+        "name": document["spec"]["name"],
+        "state": state,
+        "progress": {
+            "partitions_committed": manifest.num_commits,
+            "num_partitions": plan["num_partitions"],
+            **progress,
+        },
+        "report": manifest.finished["report"] if manifest.finished else None,
+        "error": failed,
+        "spec": document["spec"],
+    }
+
+
+def lock_key(dataset: str) -> str:
+    """Held by the process that packs the dataset."""
+    return f"locks/{dataset}"

@@ -1,0 +1,107 @@
+"""What several verbs share: errors, JSON over HTTP, the store option, output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+DEFAULT_STORE = "padfree-store"
+TIMEOUT_S = 600.0  # a POST answers once the inputs are hashed
+
+
+class CommandError(Exception):
+    """Printed on standard error; `status` is the exit status."""
+
+    def __init__(self, message: str, *, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """--store or --url, and --token."""
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--store", metavar="DIR", help=f"folder of the store (default: ./{DEFAULT_STORE})")
+    place.add_argument("--url", metavar="URL", help="a running service, for example http://localhost:8000")
+    parser.add_argument(
+        "--token", default=os.environ.get("PADFREE_TOKEN"), help="bearer token of the service (PADFREE_TOKEN)"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="end with the result as one line of JSON")
+
+
+def store_folder(args: argparse.Namespace, *, must_exist: bool) -> Path:
+    folder = Path(args.store or DEFAULT_STORE)
+    if must_exist and not folder.is_dir():
+        raise CommandError(f"there is no store at {folder}: name one with --store DIR", status=2)
+    return folder
+
+
+def request(
+    args: argparse.Namespace, method: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S
+) -> Any:
+    """One JSON call to the service of --url. Raises CommandError with the problem's detail."""
+    call = urllib.request.Request(args.url.rstrip("/") + path, method=method)
+    if args.token:
+        call.add_header("Authorization", f"Bearer {args.token}")
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
+        call.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(call, data, timeout=timeout_s) as answer:
+            return json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        raise _problem(error) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise CommandError(f"no padfree service answers at {args.url}: {reason}") from None
+
+
+def _problem(error: urllib.error.HTTPError) -> CommandError:
+    try:
+        problem = json.loads(error.read())
+        field = f"{problem['field']}: " if problem.get("field") else ""
+        text = f"{field}{problem['detail']}"
+    except (ValueError, KeyError, TypeError):
+        text = f"the service answered {error.code} {error.reason}"
+    return CommandError(text, status=2 if error.code in (400, 422) else 1)
+
+
+def print_result(args: argparse.Namespace, result: Any) -> None:
+    """The last line of standard output, where --json asks for it."""
+    if args.json:
+        print(json.dumps(result, ensure_ascii=False))
+
+
+def print_report(view: dict[str, Any]) -> None:
+    """A dataset's report, for people."""
+    report = view["report"]
+    left = {
+        name: report[f"rows_{name}"]
+        for name in ("empty", "untrained", "overlong", "rejected")
+        if report[f"rows_{name}"]
+    }
+    aside = "".join(f", {count:,} {name}" for name, count in left.items())
+    cut = "".join(
+        f", {report[f'rows_{name}']:,} {name}" for name in ("truncated", "split") if report[f"rows_{name}"]
+    )
+    print(f"dataset {view['id']}")
+    print(f"rows    {report['rows_in']:,} in, {report['rows_packed']:,} packed{cut}{aside}")
+    print(
+        f"tokens  {report['tokens_in']:,} in, {report['tokens_packed']:,} packed, "
+        f"{report['tokens_trained']:,} trained, {report['tokens_dropped']:,} dropped"
+    )
+    print(
+        f"packs   {report['num_packs']:,} (at least {report['lower_bound_packs']:,}) in {report['num_shards']:,} "
+        f"shards, fill {report['fill']:.4f} (padding: {report['padded_fill']:.4f})"
+    )
+    for row in report["rejected"][:10]:
+        print(f"        {row['file']}, {row['location']}: {row['reason']}", file=sys.stderr)

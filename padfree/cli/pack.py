@@ -1,0 +1,203 @@
+"""`padfree pack SOURCE…`: pack a dataset here, or at a service."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from padfree.cli import common
+from padfree.cli.common import CommandError
+
+_SMALL_BYTES = 32 << 20  # below this, starting Ray takes longer than packing in this process
+
+
+def add(verbs: Any) -> None:
+    parser = verbs.add_parser("pack", help="tokenize and pack files into a dataset")
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="files, folders or globs")
+    parser.add_argument("--tokenizer", metavar="PATH", help="a folder with tokenizer.json, or a Hub id")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
+    parser.add_argument("--add-bos", choices=["auto", "true", "false"], help="begin texts with BOS (auto)")
+    parser.add_argument("--add-eos", choices=["auto", "true", "false"], help="end texts with EOS (auto)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens a pack holds at most (8192)")
+    parser.add_argument("--strategy", help="best_fit, sequential, wrapped, minibatch, step or padded")
+    parser.add_argument("--minibatch-size", type=int, metavar="N", help="examples a pack, for minibatch")
+    parser.add_argument("--step-size", type=int, metavar="N", help="examples a step, for step")
+    parser.add_argument("--overlong", help="truncate, split, drop or error")
+    parser.add_argument("--segment-multiple", type=int, metavar="N", help="pad each segment to a multiple")
+    parser.add_argument("--pack-multiple", type=int, metavar="N", help="pad each pack to a multiple")
+    parser.add_argument("--format", help="text, prompt_completion, messages, tokens or auto")
+    parser.add_argument(
+        "--field", action="append", default=[], metavar="OURS=THEIRS", help="for example prompt=question"
+    )
+    parser.add_argument("--loss", help="all, completion, assistant or auto")
+    parser.add_argument("--on-bad-row", help="fail or skip")
+    parser.add_argument("--shuffle-seed", metavar="N", help='a number, or "none" to keep the order (0)')
+    parser.add_argument("--name", help="a name for people")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="Ray workers here (default: all cores; 0: none)"
+    )
+    parser.add_argument("--ray", metavar="ADDRESS", help="an existing Ray cluster")
+    common.add_place(parser)
+    common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    document = spec_document(args)
+    view = _pack_at_service(args, document) if args.url else _pack_here(args, document)
+    if not args.json:
+        common.print_report(view)
+    common.print_result(args, view)
+    return 0
+
+
+def spec_document(args: argparse.Namespace) -> dict[str, Any]:
+    """The spec that the options say; what is not said is left to its default."""
+
+    def given(**values: Any) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if value is not None}
+
+    flags = {"auto": "auto", "true": True, "false": False, None: None}
+    fields = {}
+    for pair in args.field:
+        ours, separator, theirs = pair.partition("=")
+        if not separator or not ours or not theirs:
+            raise CommandError(
+                f"--field takes OURS=THEIRS, for example prompt=question, found {pair!r}", status=2
+            )
+        fields[ours] = theirs
+    document = given(name=args.name, loss=args.loss)
+    document["source"] = given(
+        paths=[_absolute(path) for path in args.source],
+        format=args.format,
+        fields=fields or None,
+        on_bad_row=args.on_bad_row,
+    )
+    if args.tokenizer is not None:
+        template = args.chat_template
+        document["tokenizer"] = given(
+            path=_absolute(args.tokenizer),
+            chat_template=_absolute(template) if template and "{" not in template else template,
+            add_bos=flags[args.add_bos],
+            add_eos=flags[args.add_eos],
+        )
+    document["packing"] = given(
+        strategy=args.strategy,
+        max_tokens=args.max_tokens,
+        overlong=args.overlong,
+        minibatch_size=args.minibatch_size,
+        step_size=args.step_size,
+        segment_multiple=args.segment_multiple,
+        pack_multiple=args.pack_multiple,
+    )
+    if args.shuffle_seed is not None:
+        document["shuffle_seed"] = _seed(args.shuffle_seed)
+    return document
+
+
+def _seed(text: str) -> int | None:
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise CommandError(
+            f'--shuffle-seed takes a whole number or "none", found {text!r}', status=2
+        ) from None
+
+
+def _absolute(path: str) -> str:
+    """A path of this machine in full, so that a service here finds it; urls and Hub ids as they are."""
+    return str(Path(path).absolute()) if "://" not in path and Path(path).exists() else path
+
+
+# ------------------------------------------------------------------ here
+
+
+def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
+    from packer.render import RenderError
+    from packer.tokenization import TokenizerError
+
+    from packer.coordinator import Busy, PackingFailed, pack
+    from packer.resolve import resolve
+    from packer.sources import SourceError
+    from packer.spec import SpecError, parse_spec
+    from packer.store import LocalStore
+    from packer.view import dataset_view
+
+    store = LocalStore(common.store_folder(args, must_exist=False))
+    try:
+        job = resolve(parse_spec(document), store=store)
+    except SpecError as error:
+        raise CommandError(str(error), status=2) from None
+    except (SourceError, TokenizerError, RenderError, OSError) as error:
+        raise CommandError(str(error)) from None
+    with (
+        _Progress(quiet=args.json) as progress,
+        _runner(args, sum(one.num_bytes for one in job.inputs)) as runner,
+    ):
+        try:
+            pack(job, store, runner, on_progress=lambda manifest, of: progress.show(manifest.num_commits, of))
+        except (PackingFailed, Busy) as error:
+            raise CommandError(str(error)) from None
+    view = dataset_view(store, job.dataset)
+    assert view is not None
+    return view
+
+
+def _runner(args: argparse.Namespace, num_bytes: int) -> Any:
+    from packer.runners import InlineRunner
+
+    if args.ray is None and (args.workers == 0 or (args.workers is None and num_bytes < _SMALL_BYTES)):
+        return InlineRunner()
+    from packer.runners.ray import RayRunner
+
+    return RayRunner(args.ray, num_cpus=args.workers)
+
+
+# ------------------------------------------------------------------ at a service
+
+
+def _pack_at_service(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
+    view = common.request(args, "POST", "/v1/datasets", document)
+    with _Progress(quiet=args.json) as progress:
+        while view["state"] in ("queued", "packing"):
+            at = view["progress"]
+            progress.show(at["partitions_committed"], at["num_partitions"])
+            time.sleep(0.25)
+            view = common.request(args, "GET", f"/v1/datasets/{view['id']}")
+        progress.show(view["progress"]["partitions_committed"], view["progress"]["num_partitions"])
+    if view["state"] != "ready":
+        reason = (view.get("error") or {}).get("detail", view["state"])
+        raise CommandError(f"dataset {view['id']} {view['state']}: {reason}")
+    return view
+
+
+class _Progress:
+    """A bar of partitions on a terminal; silent elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._bar: Any = None
+        self._quiet = quiet or not sys.stderr.isatty()
+
+    def show(self, done: int, total: int | None) -> None:
+        if self._quiet or not total:
+            return
+        if self._bar is None:
+            try:
+                from tqdm import tqdm
+            except ModuleNotFoundError:  # the base install has none
+                self._quiet = True
+                return
+            self._bar = tqdm(total=total, unit="partition", desc="packing", file=sys.stderr)
+        self._bar.update(done - self._bar.n)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,74 @@
+"""`padfree stream DATASET`: read a dataset as a trainer would, and measure."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from padfree.cli import common
+from padfree.cli.common import CommandError
+
+
+def add(verbs: Any) -> None:
+    parser = verbs.add_parser("stream", help="read a dataset as a trainer would, and measure")
+    parser.add_argument("dataset", metavar="DATASET", help="the dataset's id")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--packs-per-step", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--shuffle-seed", type=int, default=0)
+    parser.add_argument("--tail", choices=["drop", "pad"], default="drop")
+    parser.add_argument("--max-steps", type=int, help="stop after this many steps")
+    common.add_place(parser)
+    common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from trainer_client import PackedStream, StreamError
+
+    source = args.url or common.store_folder(args, must_exist=True)
+    steps = packs = tokens = trained = 0
+    first_batch_s = None
+    start = time.perf_counter()
+    try:
+        with PackedStream(
+            source,
+            dataset=args.dataset,
+            rank=args.rank,
+            world_size=args.world_size,
+            packs_per_step=args.packs_per_step,
+            epochs=args.epochs,
+            shuffle_seed=args.shuffle_seed,
+            tail=args.tail,
+            token=args.token,
+        ) as stream:
+            for batch in stream:
+                first_batch_s = first_batch_s or time.perf_counter() - start
+                steps, packs = steps + 1, packs + batch.num_packs
+                tokens, trained = tokens + batch.num_tokens, trained + batch.num_trained
+                if steps == args.max_steps:
+                    break
+    except StreamError as error:
+        raise CommandError(str(error)) from None
+    except ValueError as error:
+        raise CommandError(str(error), status=2) from None
+    seconds = time.perf_counter() - start
+    result = {
+        "dataset": args.dataset,
+        "steps": steps,
+        "packs": packs,
+        "tokens": tokens,
+        "tokens_trained": trained,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "first_batch_s": first_batch_s,
+    }
+    if not args.json:
+        first = f"{first_batch_s:.3f} s" if first_batch_s is not None else "never"
+        print(f"{steps:,} steps, {packs:,} packs, {tokens:,} tokens in {seconds:.2f} s", file=sys.stdout)
+        print(f"{tokens / seconds:,.0f} tokens/s, first batch after {first}")
+    common.print_result(args, result)
+    return 0

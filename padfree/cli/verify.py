@@ -1,0 +1,43 @@
+"""`padfree verify STORE`: every checksum and every rule of the format."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from padfree.cli import common
+
+
+def add(verbs: Any) -> None:
+    parser = verbs.add_parser("verify", help="check every checksum and every rule of the format in a store")
+    parser.add_argument(
+        "store", nargs="?", metavar="STORE", help=f"folder of the store (./{common.DEFAULT_STORE})"
+    )
+    parser.add_argument("--dataset", metavar="ID", help="only this dataset")
+    common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from packer.store import LocalStore
+    from packer.verify import verify_store
+
+    found = verify_store(LocalStore(common.store_folder(args, must_exist=True)), dataset=args.dataset)
+    for fault in found.faults:
+        print(fault, file=sys.stderr)
+    if not args.json:
+        print(
+            f"{found.num_datasets} datasets, {found.num_shards} shards, {found.num_packs} packs: "
+            f"{len(found.faults) or 'no'} fault{'' if len(found.faults) == 1 else 's'}"
+        )
+    common.print_result(
+        args,
+        {
+            "datasets": found.num_datasets,
+            "shards": found.num_shards,
+            "packs": found.num_packs,
+            "faults": found.faults,
+        },
+    )
+    return 1 if found.faults else 0
