@@ -191,13 +191,13 @@ def read_stamp(header: bytes | bytearray | memoryview) -> Stamp:
     """The stamp of a message, from its header (prefix and metadata)."""
     at = _find_stamp(header)
     text = bytes(header[at : at + _STAMP_LENGTH])
+    values = [part.partition(b"=")[2] for part in text.split(b" ")[1:]]
     try:
-        values = [part.partition(b"=")[2] for part in text.split(b" ")[1:]]
         crc32 = int(values[0], 16)
         body_bytes, epoch, step, num_items, done, padding = (int(value) for value in values[1:])
     except ValueError as error:
         raise ShardError(f"the stamp of a record batch is damaged: {text!r}") from error
-    return Stamp(
+    stamp = Stamp(
         crc32=crc32,
         body_bytes=body_bytes,
         epoch=epoch,
@@ -206,6 +206,9 @@ def read_stamp(header: bytes | bytearray | memoryview) -> Stamp:
         step_done=bool(done),
         padding=bool(padding),
     )
+    if stamp.encode() != text:
+        raise ShardError(f"the stamp of a record batch is damaged: {text!r}")
+    return stamp
 
 
 def stamped(header: bytes | memoryview, *, epoch: int, step: int, num_items: int, step_done: bool) -> bytes:

@@ -1,0 +1,232 @@
+"""The shard format: round trips, canonical bytes, the validator of every rule, golden files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packs import pack_of, random_packs
+
+from packer import shard
+from packer.shard import Pack, ShardError, Stamp
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@st.composite
+def packs(draw: st.DrawFn) -> Pack:
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    total = sum(lengths)
+    cu_seqlens = np.cumsum([0, *lengths]).astype(np.int32)
+    mask = np.array(draw(st.lists(st.booleans(), min_size=total, max_size=total)), np.bool_)
+    mask[cu_seqlens[:-1]] = False
+    ids = draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total))
+    examples = draw(st.lists(st.integers(0, 2**40), min_size=len(lengths), max_size=len(lengths)))
+    return Pack(
+        input_ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        cu_seqlens=cu_seqlens,
+        example_ids=np.array(examples, np.int64),
+    )
+
+
+@given(st.lists(packs(), min_size=1, max_size=5))
+def test_decode_of_encode_is_the_same_and_valid(many: list[Pack]) -> None:
+    data, index = shard.encode_shard(many, "d" * 32)
+    assert list(shard.read_packs(data)) == many
+    assert shard.validate(data, dataset="d" * 32, max_tokens=max(p.num_tokens for p in many)) == len(many)
+    assert index["num_tokens"].tolist() == [p.num_tokens for p in many]
+    assert index["num_trained"].tolist() == [p.num_trained for p in many]
+    assert index["sum_squares"].tolist() == [
+        int((np.diff(p.cu_seqlens).astype(int) ** 2).sum()) for p in many
+    ]
+    spans = [(int(r["offset"]), int(r["header_bytes"]), int(r["body_bytes"])) for r in index]
+    assert spans == list(shard.iter_messages(data))
+
+
+def test_equal_packs_give_equal_bytes_whatever_arrays_they_are_views_of() -> None:
+    many = random_packs(5)
+    padded = [np.concatenate([[7], p.input_ids, [7]]).astype(np.int32) for p in many]
+    views = [dataclasses.replace(p, input_ids=q[1:-1]) for p, q in zip(many, padded, strict=True)]
+    assert bytes(shard.encode_shard(many, "x")[0]) == bytes(shard.encode_shard(views, "x")[0])
+
+
+def test_positions_restart_and_labels_are_ids_where_trained() -> None:
+    pack = pack_of([[5, 6, 7], [8], [9, 9]], [0, 1, 2])
+    assert pack.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+    assert pack.labels.tolist() == [-100, 6, 7, -100, -100, 9]
+    assert (pack.max_seqlen, pack.num_trained) == (3, 3)
+
+
+def test_any_arrow_reader_reads_a_shard_with_the_types_of_the_contract() -> None:
+    data, _ = shard.encode_shard(random_packs(3), "abc")
+    table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
+    assert {field.name: str(field.type) for field in table.schema} == {
+        "input_ids": "list<item: int32>",
+        "position_ids": "list<item: int32>",
+        "loss_mask": "list<item: bool>",
+        "cu_seqlens": "list<item: int32>",
+        "max_seqlen": "int32",
+        "example_ids": "list<item: int64>",
+    }
+    assert table.schema.metadata == {b"padfree.format_version": b"1", b"padfree.dataset": b"abc"}
+    assert table.num_rows == 3
+
+
+def test_f26_all_shards_have_one_schema() -> None:
+    groups = [random_packs(4), [pack_of([[1, 2]], [0])] * 3, [pack_of([[1]], [9])]]
+    tables = [pa.ipc.open_file(pa.py_buffer(shard.encode_shard(g, "d")[0])).read_all() for g in groups]
+    assert all(t.schema.equals(tables[0].schema, check_metadata=True) for t in tables)
+    assert pa.concat_tables(tables, promote_options="none").num_rows == 8
+
+
+# ------------------------------------------------------------------ rules
+
+
+def _broken(**changes: object) -> Pack:
+    return dataclasses.replace(pack_of([[5, 6, 7], [8, 9]], [0, 1]), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pack", "says"),
+    [
+        (_broken(cu_seqlens=np.array([0, 3, 3, 5], np.int32), example_ids=np.arange(3)), "strictly increase"),
+        (_broken(cu_seqlens=np.array([0, 3, 4], np.int32)), "end at num_tokens=5"),
+        (_broken(cu_seqlens=np.array([1, 3, 5], np.int32)), "start at 0"),
+        (_broken(cu_seqlens=np.array([], np.int32)), "start at 0"),
+        (_broken(loss_mask=np.ones(5, np.bool_)), "first token"),
+        (_broken(loss_mask=np.ones(4, np.bool_)), "4 values for 5"),
+        (_broken(example_ids=np.array([0, -1])), "padding"),
+        (_broken(example_ids=np.array([0])), "1 example_ids for 2"),
+        (_broken(input_ids=np.array([5, -6, 7, 8, 9], np.int32)), "negative"),
+    ],
+)
+def test_a_pack_that_breaks_a_rule_is_not_written(pack: Pack, says: str) -> None:
+    with pytest.raises(ShardError, match=says):
+        shard.encode_shard([pack], "d")
+
+
+def test_validate_finds_every_flipped_byte_of_a_pack() -> None:
+    data, index = shard.encode_shard(random_packs(2), "d")
+    first, end = int(index["offset"][0]), len(data)
+    clean = bytes(data)
+    for at in range(first, end, 7):
+        damaged = bytearray(clean)
+        damaged[at] ^= 0x40
+        last = index[-1]
+        in_packs = at < int(last["offset"] + last["header_bytes"] + last["body_bytes"])
+        if in_packs:
+            with pytest.raises(ShardError):
+                shard.validate(bytes(damaged))
+
+
+@pytest.mark.parametrize("keep", [0, 3, 100, 600, 1500, -1])
+def test_a_file_that_is_cut_off_is_told(keep: int) -> None:
+    data, _ = shard.encode_shard(random_packs(2), "d")
+    with pytest.raises(ShardError):
+        shard.validate(bytes(data)[:keep])
+
+
+def test_stored_positions_and_max_seqlen_are_checked_against_the_boundaries() -> None:
+    pack = pack_of([[5, 6, 7], [8, 9]], [0, 1])
+    batch = shard._record_batch([pack], shard.schema("d"))
+    for name, value in (("position_ids", [[0, 1, 2, 3, 4]]), ("max_seqlen", [5])):
+        at = batch.schema.get_field_index(name)
+        columns = list(batch.columns)
+        columns[at] = pa.array(value, batch.schema.field(name).type)
+        with pytest.raises(ShardError, match=name):
+            shard._validate_row(pa.RecordBatch.from_arrays(columns, schema=batch.schema), None)
+
+
+def test_validate_names_a_wrong_dataset_version_and_capacity() -> None:
+    data, _ = shard.encode_shard([pack_of([[1, 2, 3]], [0])], "d")
+    with pytest.raises(ShardError, match="belongs to dataset 'd'"):
+        shard.validate(data, dataset="e")
+    with pytest.raises(ShardError, match="pack 0: 3 tokens, more than max_tokens=2"):
+        shard.validate(data, max_tokens=2)
+    sink = pa.BufferOutputStream()
+    other = shard.schema("d").with_metadata({"padfree.format_version": "2"})
+    with pa.ipc.new_file(sink, other):
+        pass
+    with pytest.raises(ShardError, match="version 1 wanted, found 2"):
+        shard.validate(sink.getvalue())
+
+
+# ------------------------------------------------------------------ stamps and streams
+
+
+def test_a_stamped_message_still_verifies_and_decodes() -> None:
+    many = random_packs(3)
+    data, index = shard.encode_shard(many, "d")
+    stream = [shard.schema_message("d")]
+    for step, row in enumerate(index):
+        at, header, body = int(row["offset"]), int(row["header_bytes"]), int(row["body_bytes"])
+        message = shard.stamped(data[at : at + header], epoch=2, step=step, num_items=99, step_done=True)
+        message += bytes(data[at + header : at + header + body])
+        stamp = shard.verify_message(message, header)
+        assert (stamp.epoch, stamp.step, stamp.num_items, stamp.step_done) == (2, step, 99, True)
+        assert shard.decode_message(message) == [many[step]]
+        stream.append(message)
+    stream.append(shard.END_OF_STREAM)
+    table = pa.ipc.open_stream(b"".join(stream)).read_all()
+    assert table.column("input_ids").to_pylist() == [p.input_ids.tolist() for p in many]
+
+
+def test_a_message_of_several_packs() -> None:
+    many = random_packs(3)
+    message = shard.encode_message(many, stamp=Stamp(epoch=1, step=4, num_items=12, step_done=True))
+    header = 8 + int.from_bytes(message[4:8], "little")
+    assert shard.verify_message(message, header).num_items == 12
+    assert shard.decode_message(message) == many
+
+
+def test_a_damaged_or_foreign_message_is_told() -> None:
+    message = bytearray(shard.encode_message(random_packs(1), stamp=Stamp()))
+    header = 8 + int.from_bytes(message[4:8], "little")
+    message[-1] ^= 1
+    with pytest.raises(ShardError, match="checksum"):
+        shard.verify_message(message, header)
+    with pytest.raises(ShardError, match="cut off"):
+        shard.verify_message(message[:-8], header)
+    with pytest.raises(ShardError, match="no padfree stamp"):
+        shard.read_stamp(b"\xff" * 200)
+
+
+def test_a_padding_pack_trains_nothing_and_is_valid() -> None:
+    pack = shard.padding_pack(3)
+    shard.check(pack)
+    assert pack.num_trained == 0
+    assert pack.example_ids.tolist() == [shard.PADDING_ID]
+
+
+# ------------------------------------------------------------------ golden
+
+
+def golden_packs() -> list[Pack]:
+    """The packs that tests/golden/shard-v1.json writes down."""
+    return [
+        Pack(
+            input_ids=np.array(row["input_ids"], np.int32),
+            loss_mask=np.array(row["loss_mask"], np.bool_),
+            cu_seqlens=np.array(row["cu_seqlens"], np.int32),
+            example_ids=np.array(row["example_ids"], np.int64),
+        )
+        for row in json.loads((GOLDEN / "shard-v1.json").read_text())
+    ]
+
+
+def test_golden_shard_reads_as_written_down() -> None:
+    data = (GOLDEN / "shard-v1.arrow").read_bytes()
+    assert shard.validate(data, dataset="0123456789abcdef0123456789abcdef") == len(golden_packs())
+    assert list(shard.read_packs(data)) == golden_packs()
+
+
+def test_golden_packs_give_the_golden_bytes() -> None:
+    data, _ = shard.encode_shard(golden_packs(), "0123456789abcdef0123456789abcdef")
+    assert bytes(data) == (GOLDEN / "shard-v1.arrow").read_bytes()
