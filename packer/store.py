@@ -49,10 +49,10 @@ class LocalStore:
 
     def path(self, key: str) -> Path:
         """The file of `key`. Keys are made by padfree, never taken from a request as they are."""
-        path = self.root.joinpath(*key.split("/"))
-        if not path.is_relative_to(self.root) or ".." in path.parts:
+        parts = key.split("/")
+        if not all(part.strip(".") for part in parts) or "\0" in key or "\\" in key:
             raise StoreError(f"key {key!r} leads out of the store")
-        return path
+        return self.root.joinpath(*parts)
 
     def put(self, key: str, data: bytes | memoryview) -> None:
         """Write an object; it is complete and durable, or not there at all."""
