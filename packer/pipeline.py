@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,11 +42,19 @@ class _Rows:
     loss_mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
     example_ids: NDArray[np.int64]
-    places: list[tuple[str, str]]  # (file, where in it) of each row
+    locations: list[Sequence[sources.Location]]  # of the rows, batch by batch
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
+
+    def location(self, row: int) -> sources.Location:
+        """Where row `row` of the partition stands in its source."""
+        for batch in self.locations:
+            if row < len(batch):
+                return batch[row]
+            row -= len(batch)
+        raise IndexError(row)
 
 
 def pack_partition(job: Job, number: int, partition: sources.Partition, store: LocalStore) -> Commit:
@@ -59,7 +67,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
     if rejected and job.spec.source.on_bad_row == "fail":
         first = min(rejected, key=lambda row: row.example_id)
         raise BadRow(
-            f"{first.file}, {first.location}: {first.reason}. "
+            f"{first.location}: {first.reason}. "
             'Correct the row, or set source.on_bad_row to "skip" to leave such rows out and list them.'
         )
     planned = _plan(job, rows, counters)
@@ -109,21 +117,13 @@ def _read(
     """Read and render the partition; count and leave out empty, untrained and bad rows."""
     renderer = _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest)
     ids, masks, lengths, examples = [], [], [], []
-    places: list[tuple[str, str]] = []
+    locations: list[Sequence[sources.Location]] = []
     for records in sources.read_partition(partition, store=store, fields=dict(job.spec.source.fields)):
         counters.rows_in += len(records.example_ids) + len(records.errors)
         rejected.extend(records.errors)
         rendered = renderer.render(records.rows)
         wrong = dict(rendered.errors)
-        rejected.extend(
-            sources.RowError(
-                example_id=int(records.example_ids[row]),
-                file=records.files[row],
-                location=records.locations[row],
-                reason=reason,
-            )
-            for row, reason in wrong.items()
-        )
+        rejected.extend(_row_error(records, row, reason) for row, reason in wrong.items())
         trained = _any_per_row(rendered.loss_mask, rendered.lengths)
         empty = rendered.lengths == 0
         counters.rows_empty += int(np.count_nonzero(empty)) - len(wrong)
@@ -136,14 +136,21 @@ def _read(
         masks.append(rendered.loss_mask[keep])
         lengths.append(np.where(trained, rendered.lengths, 0))
         examples.append(records.example_ids)
-        places.extend(zip(records.files, records.locations, strict=True))
+        locations.append(records.locations)
     counters.rows_rejected = len(rejected)
     return _Rows(
         input_ids=_concat(ids, np.int32),
         loss_mask=_concat(masks, np.bool_),
         offsets=np.concatenate([[0], np.cumsum(_concat(lengths, np.int64))]).astype(np.int64),
         example_ids=_concat(examples, np.int64),
-        places=places,
+        locations=locations,
+    )
+
+
+def _row_error(records: sources.Records, row: int, reason: str) -> sources.RowError:
+    at = records.locations[row]
+    return sources.RowError(
+        example_id=int(records.example_ids[row]), file=at.file, line=at.number, unit=at.unit, reason=reason
     )
 
 
@@ -203,9 +210,8 @@ def _check_overlong(job: Job, rows: _Rows) -> None:
     ).segment
     over = np.flatnonzero(rows.lengths > limit)
     if packing.overlong == "error" and len(over):
-        file, location = rows.places[over[0]]
         raise BadRow(
-            f"{file}, {location}: {rows.lengths[over[0]]} tokens, a pack takes at most {limit}. "
+            f"{rows.location(int(over[0]))}: {rows.lengths[over[0]]} tokens, a pack takes at most {limit}. "
             'Raise packing.max_tokens, or set packing.overlong to "truncate", "split" or "drop".'
         )
 
@@ -321,4 +327,4 @@ def _groups(packs: Iterator[Pack]) -> Iterator[list[Pack]]:
 
 
 def _about(row: sources.RowError) -> dict[str, Any]:
-    return {"file": row.file, "location": row.location, "reason": row.reason, "example": row.example_id}
+    return {"file": row.file, "line": row.line, "unit": row.unit, "reason": row.reason}

@@ -152,6 +152,6 @@ def _translated(error: OSError, path: Path) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceLeft(
             error.errno,
-            f"no space left to write {path.name} in {path.parent}: make room there and post the dataset again",
+            f"no space left to write {path.name} in {path.parent}: make room, then post the dataset again",
         )
     return StoreError(error.errno, f"cannot write {path}: {error.strerror}")

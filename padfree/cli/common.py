@@ -100,8 +100,8 @@ def print_report(view: dict[str, Any]) -> None:
         f"{report['tokens_trained']:,} trained, {report['tokens_dropped']:,} dropped"
     )
     print(
-        f"packs   {report['num_packs']:,} (at least {report['lower_bound_packs']:,}) in {report['num_shards']:,} "
-        f"shards, fill {report['fill']:.4f} (padding: {report['padded_fill']:.4f})"
+        f"packs   {report['num_packs']:,} (at least {report['lower_bound_packs']:,}) "
+        f"in {report['num_shards']:,} shards, fill {report['fill']:.4f} (padding: {report['padded_fill']:.4f})"
     )
     for row in report["rejected"][:10]:
-        print(f"        {row['file']}, {row['location']}: {row['reason']}", file=sys.stderr)
+        print(f"        {row['file']}, {row['unit']} {row['line']}: {row['reason']}", file=sys.stderr)

@@ -119,13 +119,13 @@ def _absolute(path: str) -> str:
 
 def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
     from packer.render import RenderError
-    from packer.tokenization import TokenizerError
 
     from packer.coordinator import Busy, PackingFailed, pack
     from packer.resolve import resolve
     from packer.sources import SourceError
     from packer.spec import SpecError, parse_spec
     from packer.store import LocalStore
+    from packer.tokenization import TokenizerError
     from packer.view import dataset_view
 
     store = LocalStore(common.store_folder(args, must_exist=False))

@@ -15,6 +15,8 @@ from packs import pack_of, random_packs
 
 from packer import shard
 from packer.shard import Pack, ShardError, Stamp
+from packer.shard.decode import validate_row
+from packer.shard.encode import record_batch
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -135,13 +137,13 @@ def test_a_file_that_is_cut_off_is_told(keep: int) -> None:
 
 def test_stored_positions_and_max_seqlen_are_checked_against_the_boundaries() -> None:
     pack = pack_of([[5, 6, 7], [8, 9]], [0, 1])
-    batch = shard._record_batch([pack], shard.schema("d"))
+    batch = record_batch([pack], shard.schema("d"))
     for name, value in (("position_ids", [[0, 1, 2, 3, 4]]), ("max_seqlen", [5])):
         at = batch.schema.get_field_index(name)
         columns = list(batch.columns)
         columns[at] = pa.array(value, batch.schema.field(name).type)
         with pytest.raises(ShardError, match=name):
-            shard._validate_row(pa.RecordBatch.from_arrays(columns, schema=batch.schema), None)
+            validate_row(pa.RecordBatch.from_arrays(columns, schema=batch.schema), None)
 
 
 def test_validate_names_a_wrong_dataset_version_and_capacity() -> None:

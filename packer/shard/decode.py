@@ -1,0 +1,134 @@
+"""Bytes to packs, and the validator of every rule of the format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from packer.shard.encode import CONTINUATION, MAGIC_BYTES
+from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check, schema
+from packer.shard.stamp import Stamp, read_stamp, verify_message
+
+
+def decode_batch(batch: pa.RecordBatch) -> list[Pack]:
+    """The packs of a record batch; arrays are views of its buffers where Arrow allows it."""
+
+    def column(name: str) -> tuple[np.ndarray, np.ndarray]:
+        array = batch.column(name)
+        values = array.values
+        flat = (
+            values.to_numpy(zero_copy_only=False)
+            if pa.types.is_boolean(values.type)
+            else values.to_numpy(zero_copy_only=True)
+        )
+        return flat, array.offsets.to_numpy(zero_copy_only=True)
+
+    ids, mask, cu, examples = (
+        column(name) for name in ("input_ids", "loss_mask", "cu_seqlens", "example_ids")
+    )
+
+    def cut(pair: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:
+        flat, offsets = pair
+        return flat[offsets[row] : offsets[row + 1]]
+
+    return [
+        Pack(
+            input_ids=cut(ids, row),
+            loss_mask=cut(mask, row),
+            cu_seqlens=cut(cu, row),
+            example_ids=cut(examples, row),
+        )
+        for row in range(batch.num_rows)
+    ]
+
+
+def decode_message(message: bytes | bytearray | memoryview, of: pa.Schema | None = None) -> list[Pack]:
+    """The packs of one record batch message (not checked: see verify_message). Raises ShardError."""
+    try:
+        batch = pa.ipc.read_record_batch(pa.py_buffer(message), of or schema(""))
+    except (pa.ArrowException, OSError) as error:
+        raise ShardError(f"not a record batch of this format: {error}") from error
+    return decode_batch(batch)
+
+
+def iter_messages(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
+    """(offset, header_bytes, body_bytes) of every pack of a shard file, without its footer."""
+    view = memoryview(data)
+    if bytes(view[:6]) != b"ARROW1":
+        raise ShardError("not an Arrow file: it does not begin with ARROW1")
+    at = MAGIC_BYTES
+    at += 8 + int.from_bytes(view[at + 4 : at + 8], "little")  # the schema message has no body
+    while True:
+        if at + 8 > len(view) or bytes(view[at : at + 4]) != CONTINUATION:
+            raise ShardError(f"the file is cut off or damaged at byte {at}")
+        metadata = int.from_bytes(view[at + 4 : at + 8], "little")
+        if metadata == 0:
+            return
+        header_bytes = 8 + metadata
+        stamp = read_stamp(view[at : at + header_bytes])
+        yield at, header_bytes, stamp.body_bytes
+        at += header_bytes + stamp.body_bytes
+
+
+def open_shard(data: bytes | memoryview | pa.Buffer) -> pa.RecordBatchFileReader:
+    """Open the bytes of a shard file and check schema and format version. Raises ShardError."""
+    try:
+        reader = pa.ipc.open_file(pa.py_buffer(data))
+    except (pa.ArrowException, OSError) as error:
+        raise ShardError(f"not a readable Arrow file: {error}") from error
+    found = reader.schema
+    version = (found.metadata or {}).get(b"padfree.format_version", b"none").decode()
+    if version != str(FORMAT_VERSION):
+        raise ShardError(f"shard format version {FORMAT_VERSION} wanted, found {version}")
+    if not found.equals(pa.schema(FIELDS), check_metadata=False):
+        raise ShardError(f"the schema differs from the format's: {found.remove_metadata()}")
+    return reader
+
+
+def read_packs(data: bytes | memoryview | pa.Buffer) -> Iterator[Pack]:
+    """All packs of a shard file, in order."""
+    reader = open_shard(data)
+    for index in range(reader.num_record_batches):
+        yield from decode_batch(reader.get_batch(index))
+
+
+def validate(data: bytes | memoryview, *, dataset: str | None = None, max_tokens: int | None = None) -> int:
+    """Check every rule of the format in one shard file. Returns the number of packs.
+
+    Raises ShardError that names the first pack (by row) that breaks a rule, and the rule.
+    """
+    reader = open_shard(data)
+    named = reader.schema.metadata.get(b"padfree.dataset", b"").decode()
+    if dataset is not None and named != dataset:
+        raise ShardError(f"the shard belongs to dataset {named!r}, not {dataset!r}")
+    view = memoryview(data)
+    messages = list(iter_messages(view))
+    if len(messages) != reader.num_record_batches:
+        raise ShardError(f"{len(messages)} messages, but the footer lists {reader.num_record_batches}")
+    for row, (at, header_bytes, body_bytes) in enumerate(messages):
+        try:
+            stamp = verify_message(view[at : at + header_bytes + body_bytes], header_bytes)
+            if stamp != Stamp(crc32=stamp.crc32, body_bytes=stamp.body_bytes):
+                raise ShardError(f"the stamp is not at rest: {stamp}")
+            validate_row(reader.get_batch(row), max_tokens)
+        except ShardError as error:
+            raise ShardError(f"pack {row}: {error}") from None
+    return len(messages)
+
+
+def validate_row(batch: pa.RecordBatch, max_tokens: int | None) -> None:
+    if batch.num_rows != 1:
+        raise ShardError(f"one pack a record batch, found {batch.num_rows}")
+    if any(column.null_count for column in batch.columns):
+        raise ShardError("no value may be null")
+    pack = decode_batch(batch)[0]
+    check(pack)
+    if max_tokens is not None and pack.num_tokens > max_tokens:
+        raise ShardError(f"{pack.num_tokens} tokens, more than max_tokens={max_tokens}")
+    stored = batch.column("position_ids")[0].values.to_numpy()
+    if not np.array_equal(stored, pack.position_ids):
+        raise ShardError("position_ids must count from 0 in every segment")
+    if batch.column("max_seqlen")[0].as_py() != pack.max_seqlen:
+        raise ShardError(f"max_seqlen must be {pack.max_seqlen}, the longest segment")

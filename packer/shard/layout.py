@@ -1,0 +1,132 @@
+"""What a pack is, the schema of shards, and the rules that every pack keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+FORMAT_VERSION = 1
+IGNORE_INDEX = -100
+PADDING_ID = -1  # example id of a padding segment
+
+
+FIELDS = [
+    pa.field("input_ids", pa.list_(pa.int32())),
+    pa.field("position_ids", pa.list_(pa.int32())),
+    pa.field("loss_mask", pa.list_(pa.bool_())),
+    pa.field("cu_seqlens", pa.list_(pa.int32())),
+    pa.field("max_seqlen", pa.int32()),
+    pa.field("example_ids", pa.list_(pa.int64())),
+]
+
+# One row a pack, in the order of the shard. Offsets are from the start of the shard's file.
+ROW_INDEX = np.dtype(
+    [
+        ("offset", "<i8"),  # first byte of the record batch message
+        ("header_bytes", "<i4"),  # prefix and metadata
+        ("body_bytes", "<i4"),
+        ("num_tokens", "<i4"),
+        ("num_trained", "<i4"),
+        ("num_segments", "<i4"),
+        ("max_seqlen", "<i4"),
+        ("sum_squares", "<i8"),  # of segment lengths: what attention costs
+    ]
+)
+
+
+class ShardError(ValueError):
+    """Bytes that are not a shard of this format, or break one of its rules."""
+
+
+def schema(dataset: str) -> pa.Schema:
+    """The one schema of every shard of `dataset`."""
+    return pa.schema(
+        FIELDS, metadata={"padfree.format_version": str(FORMAT_VERSION), "padfree.dataset": dataset}
+    )
+
+
+def position_ids(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Positions that restart at 0 in every segment, (num_tokens,) int32."""
+    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
+    return np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(starts, ends - starts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pack:
+    """Segments laid end to end.
+
+    input_ids: (num_tokens,) int32. loss_mask: (num_tokens,) bool. cu_seqlens: (num_segments + 1,)
+    int32. example_ids: (num_segments,) int64.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    cu_seqlens: NDArray[np.int32]
+    example_ids: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.example_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def max_seqlen(self) -> int:
+        return int(np.diff(self.cu_seqlens).max())
+
+    @property
+    def position_ids(self) -> NDArray[np.int32]:
+        return position_ids(self.cu_seqlens)
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
+        return np.where(self.loss_mask, self.input_ids, np.int32(IGNORE_INDEX))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pack) and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("input_ids", "loss_mask", "cu_seqlens", "example_ids")
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays: equal by value, not hashable
+
+
+def padding_pack(token_id: int = 0) -> Pack:
+    """A pack without trained tokens, for a rank that has none left in the last step."""
+    return Pack(
+        input_ids=np.array([token_id], np.int32),
+        loss_mask=np.zeros(1, np.bool_),
+        cu_seqlens=np.array([0, 1], np.int32),
+        example_ids=np.array([PADDING_ID], np.int64),
+    )
+
+
+def check(pack: Pack) -> None:
+    """Raise ShardError for the first rule of the format that `pack` breaks."""
+    cu, total = pack.cu_seqlens, pack.num_tokens
+    if len(cu) < 2 or cu[0] != 0 or cu[-1] != total:
+        found = cu[[0, -1]].tolist() if len(cu) else "nothing"
+        raise ShardError(f"cu_seqlens must start at 0 and end at num_tokens={total}, found {found}")
+    if np.any(cu[1:] <= cu[:-1]):
+        raise ShardError("cu_seqlens must strictly increase: there is a segment without tokens")
+    if len(pack.loss_mask) != total:
+        raise ShardError(f"loss_mask has {len(pack.loss_mask)} values for {total} tokens")
+    if len(pack.example_ids) != len(cu) - 1:
+        raise ShardError(f"{len(pack.example_ids)} example_ids for {len(cu) - 1} segments")
+    if np.any(pack.loss_mask[cu[:-1]]):
+        raise ShardError("loss_mask must be false on the first token of every segment")
+    padding = np.flatnonzero(pack.example_ids == PADDING_ID)
+    if len(padding) and any(pack.loss_mask[cu[i] : cu[i + 1]].any() for i in padding):
+        raise ShardError("loss_mask must be false in padding (example id -1)")
+    if np.any(pack.input_ids < 0):
+        raise ShardError("input_ids must not be negative")

@@ -1,0 +1,124 @@
+"""The stamp: fixed-width text in the header of every record batch message; checksum and length."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from packer.shard.layout import ShardError
+
+STAMP_KEY = b"padfree.stamp"
+_STAMP_MARK = b"padfree1 crc32="
+_STAMP_FORMAT = b"padfree1 crc32=%08x body=%012d epoch=%08d step=%012d items=%012d done=%d pad=%d"
+_STAMP_LENGTH = len(_STAMP_FORMAT % (0, 0, 0, 0, 0, 0, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """What a record batch message says of itself. At rest all but the first two are zero."""
+
+    crc32: int = 0
+    body_bytes: int = 0
+    epoch: int = 0
+    step: int = 0
+    num_items: int = 0  # trained tokens of the whole optimiser step, over all ranks
+    step_done: bool = False  # last micro-batch of its optimiser step
+    padding: bool = False  # fills up a short last step
+
+    def encode(self) -> bytes:
+        return _STAMP_FORMAT % (
+            self.crc32,
+            self.body_bytes,
+            self.epoch,
+            self.step,
+            self.num_items,
+            self.step_done,
+            self.padding,
+        )
+
+
+def _find_stamp(header: bytes | bytearray | memoryview) -> int:
+    at = bytes(header).find(_STAMP_MARK)
+    if at < 0 or at + _STAMP_LENGTH > len(header):
+        raise ShardError("the record batch carries no padfree stamp: not written by padfree, or damaged")
+    return at
+
+
+def read_stamp(header: bytes | bytearray | memoryview) -> Stamp:
+    """The stamp of a message, from its header (prefix and metadata)."""
+    at = _find_stamp(header)
+    text = bytes(header[at : at + _STAMP_LENGTH])
+    values = [part.partition(b"=")[2] for part in text.split(b" ")[1:]]
+    try:
+        crc32 = int(values[0], 16)
+        body_bytes, epoch, step, num_items, done, padding = (int(value) for value in values[1:])
+    except ValueError as error:
+        raise ShardError(f"the stamp of a record batch is damaged: {text!r}") from error
+    stamp = Stamp(
+        crc32=crc32,
+        body_bytes=body_bytes,
+        epoch=epoch,
+        step=step,
+        num_items=num_items,
+        step_done=bool(done),
+        padding=bool(padding),
+    )
+    if stamp.encode() != text:
+        raise ShardError(f"the stamp of a record batch is damaged: {text!r}")
+    return stamp
+
+
+def stamped(header: bytes | memoryview, *, epoch: int, step: int, num_items: int, step_done: bool) -> bytes:
+    """The header of a message at rest, as it goes out in a stream."""
+    at = _find_stamp(header)
+    rest = read_stamp(header)
+    stamp = Stamp(
+        crc32=rest.crc32,
+        body_bytes=rest.body_bytes,
+        epoch=epoch,
+        step=step,
+        num_items=num_items,
+        step_done=step_done,
+        padding=rest.padding,
+    )
+    return b"".join((header[:at], stamp.encode(), header[at + _STAMP_LENGTH :]))
+
+
+def _checksum(message: bytes | memoryview, at: int, stamp: Stamp) -> int:
+    zeroed = Stamp(body_bytes=stamp.body_bytes, padding=stamp.padding).encode()
+    crc = zlib.crc32(memoryview(message)[:at])
+    crc = zlib.crc32(zeroed, crc)
+    return zlib.crc32(memoryview(message)[at + _STAMP_LENGTH :], crc)
+
+
+def verify_message(message: bytes | bytearray | memoryview, header_bytes: int) -> Stamp:
+    """Check length and checksum of a whole message; return its stamp. Raises ShardError."""
+    view = memoryview(message)
+    header = view[:header_bytes]
+    stamp, at = read_stamp(header), _find_stamp(header)
+    if len(view) != header_bytes + stamp.body_bytes:
+        raise ShardError(
+            f"a record batch needs {header_bytes + stamp.body_bytes} bytes, {len(view)} are there: cut off"
+        )
+    found = _checksum(view, at, stamp)
+    if found != stamp.crc32:
+        raise ShardError(f"checksum of a record batch is {found:08x}, its stamp says {stamp.crc32:08x}")
+    return stamp
+
+
+def seal(message: memoryview, stamp_of: Stamp) -> None:
+    """Write checksum and length into the stamp of a fresh message, in place."""
+    header_bytes = 8 + int.from_bytes(message[4:8], "little")
+    at = _find_stamp(message[:header_bytes])
+    stamp = Stamp(body_bytes=len(message) - header_bytes, padding=stamp_of.padding)
+    message[at : at + _STAMP_LENGTH] = stamp.encode()
+    crc32 = _checksum(message, at, stamp)
+    message[at : at + _STAMP_LENGTH] = Stamp(
+        crc32=crc32,
+        body_bytes=stamp.body_bytes,
+        epoch=stamp_of.epoch,
+        step=stamp_of.step,
+        num_items=stamp_of.num_items,
+        step_done=stamp_of.step_done,
+        padding=stamp_of.padding,
+    ).encode()
