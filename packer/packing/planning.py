@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.packing import in_order
+from packer.packing.histogram import histogram_best_fit
 from packer.packing.overlong import cut, fit_minibatches
-from packer.packing.shuffle import shuffle
+from packer.packing.shuffle import in_stream_order, shuffle
 from packer.packing.values import Capacity, Int64, Layout, PackingError, Pieces
 from packer.packing.window import window_best_fit
 
-_CHOICES = {
+CHOICES = {
     "strategy": ("best_fit", "sequential", "wrapped", "minibatch", "step", "padded"),
+    "scope": ("window", "global"),
+    "balance": ("none", "attention"),
     "overlong": ("truncate", "split", "drop", "error"),
     "truncate_side": ("right", "left"),
 }
@@ -79,6 +84,8 @@ def plan(
     seed: int | None = None,
     minibatch_size: int | None = None,
     step_size: int | None = None,
+    scope: str = "window",
+    balance: str = "none",
     overlong: str = "truncate",
     truncate_side: str = "right",
     min_piece: int = 1,
@@ -87,78 +94,97 @@ def plan(
 ) -> PackPlan:
     """Lay examples of `lengths` tokens, (n,) integers in stream order, into packs of at most `max_tokens`.
 
-    The same arguments give the same plan on every machine. Examples without tokens are left out.
-    `seed` shuffles the packs, and the segments in each, under best_fit, and inside each step under step;
-    the other strategies are defined by the order of the stream and keep it. Sizes are counted with the
-    padding that segment_multiple and pack_multiple ask for. Raises PackingError.
+    The same arguments give the same plan on every machine. Examples without tokens are left out. Sizes are
+    counted with the padding that segment_multiple and pack_multiple ask for. Raises PackingError.
+
+    seed: shuffles the packs, and the segments in each, under best_fit, and inside each step under step; the
+    other strategies are defined by the order of the stream and keep it. None keeps packs near stream order.
+    scope: of best_fit; "window" looks at a few hundred waiting examples and changes the order of the stream
+    little, "global" looks at the histogram of all lengths and makes the fewest packs, of similar lengths.
+    balance: of best_fit; "attention" puts packs of about equal sum of squared segment lengths side by side,
+    so that ranks that train neighbours finish together.
+    overlong, truncate_side, min_piece: see packer.packing.overlong.
     """
-    options = {"strategy": strategy, "overlong": overlong, "truncate_side": truncate_side}
-    for name, value in options.items():
-        if value not in _CHOICES[name]:
-            raise PackingError(f"{name} must be one of {', '.join(_CHOICES[name])}, found {value!r}")
-    _check_numbers(
-        max_tokens=max_tokens,
-        segment_multiple=segment_multiple,
-        pack_multiple=pack_multiple,
-        min_piece=min_piece,
-        **({"minibatch_size": minibatch_size} if strategy == "minibatch" else {}),
-        **({"step_size": step_size} if strategy == "step" else {}),
-    )
+    chosen = {
+        "strategy": strategy,
+        "scope": scope,
+        "balance": balance,
+        "overlong": overlong,
+        "truncate_side": truncate_side,
+    }
+    numbers: dict[str, int | None] = {
+        "max_tokens": max_tokens,
+        "segment_multiple": segment_multiple,
+        "pack_multiple": pack_multiple,
+        "min_piece": min_piece,
+    }
+    if strategy == "minibatch":
+        numbers["minibatch_size"] = minibatch_size
+    if strategy == "step":
+        numbers["step_size"] = step_size
+    _check_options(chosen, numbers)
+    array = _checked(lengths)
     capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
-    if capacity.segment < 1:
-        raise PackingError(
-            f"max_tokens must be at least segment_multiple and pack_multiple, found {max_tokens} with "
-            f"{segment_multiple} and {pack_multiple}; raise max_tokens"
-        )
-    lengths = _checked(lengths)
-    if strategy == "wrapped" and overlong in ("truncate", "split"):
-        # Nothing is too long for a stream that is cut anyway.
-        example = np.flatnonzero(lengths)
-        pieces, layout = in_order.wrapped(example, lengths[example], capacity)
-        return _finished(lengths, pieces, layout, None)
-    pieces = cut(lengths, capacity, overlong=overlong, truncate_side=truncate_side, min_piece=min_piece)
     if strategy == "wrapped":
-        dropped = pieces.dropped
-        pieces, layout = in_order.wrapped(pieces.example, pieces.length, capacity)
-        return _finished(lengths, pieces, layout, None, dropped=dropped)
-    sizes = capacity.padded(pieces.length)
-    steps: Int64 | None = None
-    if strategy == "sequential":
-        layout = in_order.sequential(sizes, capacity.pack)
-    elif strategy == "padded":
-        layout = in_order.padded(sizes)
-    elif strategy == "minibatch":
-        assert minibatch_size is not None
+        return _wrapped(array, capacity, overlong)
+    pieces = cut(array, capacity, overlong=overlong, truncate_side=truncate_side, min_piece=min_piece)
+    if strategy == "minibatch":
         pieces = fit_minibatches(
-            pieces, capacity, minibatch_size, overlong=overlong, truncate_side=truncate_side
+            pieces, capacity, int(minibatch_size or 1), overlong=overlong, truncate_side=truncate_side
         )
-        layout = in_order.minibatch(pieces.example, minibatch_size)
-    elif strategy == "step":
-        assert step_size is not None
-        layout, steps = _steps(sizes, pieces.example // step_size, capacity.pack)
-        layout = shuffle(layout, seed, groups=steps)
+        return _finished(array, pieces, in_order.minibatch(pieces.example, int(minibatch_size or 1)))
+    sizes = capacity.padded(pieces.length)
+    if strategy == "sequential":
+        return _finished(array, pieces, in_order.sequential(sizes, capacity.pack))
+    if strategy == "padded":
+        return _finished(array, pieces, in_order.padded(sizes))
+    if strategy == "step":
+        layout, steps = _steps(sizes, pieces.example // int(step_size or 1), capacity.pack, seed)
+        return _finished(array, pieces, layout, steps)
+    return _finished(array, pieces, _best_fit(pieces, sizes, capacity.pack, scope, balance, seed))
+
+
+def _best_fit(
+    pieces: Pieces, sizes: Int64, capacity: int, scope: str, balance: str, seed: int | None
+) -> Layout:
+    if scope == "window":
+        layout = window_best_fit(sizes, capacity)
     else:
-        layout = shuffle(window_best_fit(sizes, capacity.pack), seed)
-    return _finished(lengths, pieces, layout, steps)
+        layout = histogram_best_fit(sizes, capacity, seed)
+        if seed is None:
+            layout = in_stream_order(layout)
+    costs = None
+    if balance == "attention" and len(layout.order):
+        costs = np.add.reduceat(pieces.length[layout.order] ** 2, layout.offsets[:-1])
+    return shuffle(layout, seed, costs=costs)
 
 
-def _steps(sizes: Int64, step: Int64, capacity: int) -> tuple[Layout, Int64]:
+def _steps(sizes: Int64, step: Int64, capacity: int, seed: int | None) -> tuple[Layout, Int64]:
     """Best fit inside each step. Returns the layout and each pack's step, (num_packs,) int64."""
-    orders, counts, steps = [], [np.zeros(1, np.int64)], []
+    orders, counts, steps = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
     edges = np.append(np.flatnonzero(np.diff(step, prepend=-1)), len(step)).tolist()
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
-        layout = window_best_fit(sizes[a:b], capacity)
+    for a, b in itertools.pairwise(edges):
+        layout = histogram_best_fit(sizes[a:b], capacity)
         orders.append(layout.order + a)
         counts.append(np.diff(layout.offsets))
         steps.append(np.full(len(layout.offsets) - 1, step[a]))
-    empty = np.zeros(0, np.int64)
-    order = np.concatenate([empty, *orders])
-    return Layout(order, np.cumsum(np.concatenate(counts))), np.concatenate([empty, *steps])
+    of_pack = np.concatenate(steps)
+    layout = Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+    return shuffle(in_stream_order(layout, groups=of_pack), seed, groups=of_pack), of_pack
 
 
-def _finished(
-    lengths: Int64, pieces: Pieces, layout: Layout, steps: Int64 | None, *, dropped: Int64 | None = None
-) -> PackPlan:
+def _wrapped(lengths: Int64, capacity: Capacity, overlong: str) -> PackPlan:
+    """No example is too long for a stream that is cut anyway, unless it was asked to be left out."""
+    if overlong in ("truncate", "split"):
+        example = np.flatnonzero(lengths)
+        pieces, layout = in_order.wrapped(example, lengths[example], capacity)
+        return _finished(lengths, pieces, layout)
+    kept = cut(lengths, capacity, overlong=overlong, truncate_side="right", min_piece=1)
+    pieces, layout = in_order.wrapped(kept.example, kept.length, capacity)
+    return _finished(lengths, dataclasses.replace(pieces, dropped=kept.dropped), layout)
+
+
+def _finished(lengths: Int64, pieces: Pieces, layout: Layout, steps: Int64 | None = None) -> PackPlan:
     again = pieces.example[1:][pieces.example[1:] == pieces.example[:-1]]
     length = pieces.length[layout.order]
     return PackPlan(
@@ -168,7 +194,7 @@ def _finished(
         pack_offsets=layout.offsets,
         pack_step=steps,
         truncated=pieces.truncated,
-        dropped=pieces.dropped if dropped is None else dropped,
+        dropped=pieces.dropped,
         split=np.unique(again),
         tokens_dropped=int(lengths.sum() - length.sum()),
     )
@@ -188,7 +214,17 @@ def _checked(lengths: Sequence[int] | NDArray[Any]) -> Int64:
     return array
 
 
-def _check_numbers(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-            raise PackingError(f"{name} must be a whole number of 1 or more, found {value!r}; set it")
+def _check_options(chosen: Mapping[str, str], numbers: Mapping[str, int | None]) -> None:
+    for name, choice in chosen.items():
+        if choice not in CHOICES[name]:
+            raise PackingError(f"{name} must be one of {', '.join(CHOICES[name])}, found {choice!r}")
+    for name, number in numbers.items():
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+            raise PackingError(f"{name} must be a whole number of 1 or more, found {number!r}; set it")
+    if chosen["strategy"] != "best_fit":
+        for name, plain in (("scope", "window"), ("balance", "none")):
+            if chosen[name] != plain:
+                raise PackingError(
+                    f'{name}="{chosen[name]}" goes with strategy "best_fit", found strategy '
+                    f'"{chosen["strategy"]}"; leave {name} out'
+                )

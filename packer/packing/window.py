@@ -1,9 +1,15 @@
 """Best fit over a bounded window of waiting pieces: the default, for streams and partitions.
 
-Each pack is seeded with the oldest waiting piece, so that none waits for ever; then takes the longest
-that fits, again and again; and closes the last gap with the best pair. The window is refilled in whole
-runs: sorting a sorted window and a new run is one merge in C, and the bit sets that answer "which pair
-fills this gap exactly" are built once a run. Pieces leave a run's bit sets lazily, when met.
+Each pack is seeded with the oldest waiting piece, so that none waits for ever. Then come the next pieces
+of the stream as they are, until so little room is left that choosing matters. The rest is chosen among
+the waiting pieces: one or two that fill the room exactly where there are such, else the longest that fits
+(best fit), and again. So most of a pack keeps the order of the stream, and only its last pieces are picked.
+
+When the stream is over, what waits is packed by the histogram engine, which leaves no poor packs at the end.
+
+The window is refilled in whole runs: sorting a sorted window and a new run is one merge in C, and the bit
+sets that tell which pairs fill a room exactly are built once a run. A piece that has left is taken out of
+the bit sets when it is met.
 """
 
 from __future__ import annotations
@@ -12,55 +18,137 @@ from bisect import bisect_left
 
 import numpy as np
 
+from packer.packing.bits import bit_sets, exact_pairs
+from packer.packing.histogram import histogram_best_fit
+from packer.packing.shuffle import in_stream_order
 from packer.packing.values import Int64, Layout
 
-DEFAULT_WINDOW = 256
-_LONG_WINDOW = 1024  # where packs hold few pieces there are fewer ways to fill a gap
-_FEW_PIECES = 4
+WINDOW = 256
+_CHOSEN_PIECES = 2  # of mean length: the room that is filled by choice
 
 
-def window_size(sizes: Int64, capacity: int) -> int:
-    """How many pieces wait at once: more where they are long against a pack."""
-    if len(sizes) and int(sizes.sum()) * _FEW_PIECES > capacity * len(sizes):
-        return _LONG_WINDOW
-    return DEFAULT_WINDOW
+def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout:
+    """Pack `sizes`, each in [1, capacity], in one pass over them.
+
+    O(log window) comparisons a piece and O(capacity / 64) words a pack.
+    """
+    if not len(sizes):
+        return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    return _Window(sizes, capacity, window).run()
 
 
-def window_best_fit(sizes: Int64, capacity: int, window: int | None = None) -> Layout:
-    """Pack `sizes` in one pass. O(n log window) comparisons, memory of one window beside the result."""
-    window = window or window_size(sizes, capacity)
-    num_pieces = len(sizes)
-    length_of = sizes.tolist()
-    shift = max(1, num_pieces.bit_length())
-    low = (1 << shift) - 1
-    keys = ((sizes << shift) | (low - np.arange(num_pieces))).tolist()  # among equals the oldest is last
-    waiting: list[int] = []
-    order: list[int] = []
-    offsets = [0]
-    taken = bytearray(num_pieces + 1)
-    arrived = oldest = waiting_tokens = 0
-    while len(order) < num_pieces:
-        if arrived < num_pieces and (len(waiting) < window or waiting_tokens < capacity):
-            run = keys[arrived : arrived + window]
-            waiting_tokens += sum(length_of[arrived : arrived + window])
-            arrived += len(run)
-            waiting += run
-            waiting.sort()
-            continue
-        while taken[oldest]:
-            oldest += 1
-        room = capacity
-        piece = oldest
-        index = bisect_left(waiting, keys[piece])
+class _Window:
+    """The state of one pass. A key is (size, age), so that among equals the oldest sorts last."""
+
+    def __init__(self, sizes: Int64, capacity: int, window: int) -> None:
+        num_pieces = len(sizes)
+        self.sizes = sizes
+        self.capacity, self.window, self.num_pieces = capacity, window, num_pieces
+        self.reserve = _CHOSEN_PIECES * int(sizes.sum()) // num_pieces
+        self.shift = num_pieces.bit_length()
+        self.low = (1 << self.shift) - 1
+        self.keys: list[int] = ((sizes << self.shift) | (self.low - np.arange(num_pieces))).tolist()
+        self.ends: list[int] = np.cumsum(sizes).tolist()
+        self.waiting: list[int] = []
+        self.taken = bytearray(num_pieces)
+        self.order: list[int] = []
+        self.arrived = 0
+        self.forward = self.backward = 0
+
+    def run(self) -> Layout:
+        offsets, oldest, shift = [0], 0, self.shift
+        waiting, keys, taken, order = self.waiting, self.keys, self.taken, self.order
         while True:
-            del waiting[index]
-            taken[piece] = 1
-            order.append(piece)
-            room -= length_of[piece]
+            if len(waiting) < self.window:
+                if self.arrived == self.num_pieces:
+                    return self._drained(offsets)
+                self._refill()
+            while taken[oldest]:
+                oldest += 1
+            key = keys[oldest]
+            del waiting[bisect_left(waiting, key)]
+            taken[oldest] = 1
+            order.append(oldest)
+            room = self._stream(self.capacity - (key >> shift))
+            if room:
+                self._choose(room)
+            offsets.append(len(order))
+
+    def _drained(self, offsets: list[int]) -> Layout:
+        """Pack all that waits; the stream is over."""
+        left = np.sort(self.low - (np.array(self.waiting, np.int64) & self.low))
+        rest = in_stream_order(histogram_best_fit(self.sizes[left], self.capacity))
+        return Layout(
+            np.concatenate([np.array(self.order, np.int64), left[rest.order]]),
+            np.concatenate([np.array(offsets, np.int64), offsets[-1] + rest.offsets[1:]]),
+        )
+
+    def _refill(self) -> None:
+        self.waiting += self.keys[self.arrived : self.arrived + self.window]
+        self.arrived = min(self.num_pieces, self.arrived + self.window)
+        self.waiting.sort()
+        lengths = np.array(self.waiting) >> self.shift
+        self.forward, self.backward = bit_sets(lengths, self.capacity)
+
+    def _stream(self, room: int) -> int:
+        """Take the next pieces of the stream while they leave `reserve`. Returns the room left."""
+        first = self.arrived
+        if room <= self.reserve or first >= self.num_pieces:
+            return room
+        before = self.ends[first - 1]
+        stop = bisect_left(self.ends, before + room - self.reserve + 1, first)
+        if stop > first:
+            self.order += range(first, stop)
+            self.taken[first:stop] = b"\1" * (stop - first)
+            self.arrived = stop
+            room -= self.ends[stop - 1] - before
+        return room
+
+    def _choose(self, room: int) -> None:
+        """Fill `room` from the waiting pieces until none fits."""
+        waiting, shift, low, taken, append = self.waiting, self.shift, self.low, self.taken, self.order.append
+        while room:
             index = bisect_left(waiting, (room + 1) << shift) - 1
             if index < 0:
-                break
-            piece = low - (waiting[index] & low)
-        waiting_tokens -= capacity - room
-        offsets.append(len(order))
-    return Layout(np.array(order, np.int64), np.array(offsets, np.int64))
+                return
+            size = waiting[index] >> shift
+            if size < room <= 2 * size:
+                pair = self._exact_pair(room)
+                if pair:
+                    index, second = pair
+                    size = room
+                    piece = low - (waiting.pop(second) & low)  # the shorter: stands before `index`
+                    index -= 1
+                    taken[piece] = 1
+                    append(piece)
+            piece = low - (waiting.pop(index) & low)
+            taken[piece] = 1
+            append(piece)
+            room -= size
+
+    def _exact_pair(self, room: int) -> tuple[int, int] | None:
+        """Places of two waiting pieces, the longer first, that fill `room` exactly; the longest such pair."""
+        waiting, shift, capacity = self.waiting, self.shift, self.capacity
+        half = (room + 1) // 2
+        pairs = exact_pairs(self.forward, self.backward, room=room, capacity=capacity)
+        while pairs:
+            top = pairs.bit_length() - 1
+            pairs ^= 1 << top
+            longer, shorter = top + half, room - top - half
+            first = bisect_left(waiting, (longer + 1) << shift) - 1
+            if first < 0 or waiting[first] >> shift != longer:
+                self._gone(longer)
+                continue
+            if shorter == longer:
+                if first and waiting[first - 1] >> shift == longer:
+                    return first, first - 1
+                continue
+            second = bisect_left(waiting, (shorter + 1) << shift, 0, first) - 1
+            if second >= 0 and waiting[second] >> shift == shorter:
+                return first, second
+            self._gone(shorter)
+        return None
+
+    def _gone(self, size: int) -> None:
+        self.forward &= ~(1 << size)
+        self.backward &= ~(1 << (self.capacity - size))
