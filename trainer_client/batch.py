@@ -1,0 +1,167 @@
+"""What one rank trains on in one step: packs flattened into one row, with the boundaries of every segment.
+
+A batch holds numpy arrays and needs no torch. `for_transformers()` and its like (trainer_client.adapters)
+give what a model wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.shard import IGNORE_INDEX, PADDING_ID, Pack, position_ids
+
+if TYPE_CHECKING:
+    from trainer_client.device import Upload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """`packs_per_step` packs laid end to end.
+
+    input_ids: (num_tokens,) int32. loss_mask: (num_tokens,) bool. cu_seqlens: (num_segments + 1,) int32,
+    over the whole batch. example_ids: (num_segments,) int64, the examples' indices in the source, -1 for
+    padding. Arrays may be read-only views.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    cu_seqlens: NDArray[np.int32]
+    example_ids: NDArray[np.int64]
+    num_packs: int
+    epoch: int
+    step: int  # within the epoch, counted from 0 over all resumes
+    num_items_in_batch: int  # trained tokens of the whole optimiser step, over all ranks
+    step_done: bool = True  # the last micro-batch of its optimiser step
+    is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
+    state: dict[str, Any] = field(default_factory=dict)  # of the stream, once this batch was taken
+    upload: Upload | None = field(default=None, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.example_ids)
+
+    @property
+    def max_seqlen(self) -> int:
+        """The longest segment, a plain int."""
+        return int(np.diff(self.cu_seqlens).max())
+
+    @property
+    def num_trained(self) -> int:
+        """Trained tokens of this rank's batch alone."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def position_ids(self) -> NDArray[np.int32]:
+        """Positions that restart at 0 in every segment, (num_tokens,) int32."""
+        return position_ids(self.cu_seqlens)
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
+        return np.where(self.loss_mask, self.input_ids, np.int32(IGNORE_INDEX))
+
+    @property
+    def seq_idx(self) -> NDArray[np.int32]:
+        """Which segment each token belongs to, (num_tokens,) int32."""
+        return np.repeat(np.arange(self.num_segments, dtype=np.int32), np.diff(self.cu_seqlens))
+
+    @property
+    def num_bytes(self) -> int:
+        """What the arrays take in memory."""
+        arrays = (self.input_ids, self.loss_mask, self.cu_seqlens, self.example_ids)
+        return sum(array.nbytes for array in arrays)
+
+    def with_upload(self, upload: Upload) -> PackedBatch:
+        """The same batch, whose arrays are also on a device."""
+        return replace(self, upload=upload)
+
+    def for_transformers(self, *, device: Any = None, seq_idx: bool = False) -> dict[str, Any]:
+        """Keyword arguments of a transformers model; see trainer_client.adapters.for_transformers."""
+        from trainer_client import adapters
+
+        return adapters.for_transformers(self, device=device, seq_idx=seq_idx)
+
+    def for_flash_attn(self, *, device: Any = None) -> dict[str, Any]:
+        """Boundaries as keyword arguments of flash_attn_varlen_func."""
+        from trainer_client import adapters
+
+        return adapters.for_flash_attn(self, device=device)
+
+    def for_torch_varlen(self, *, device: Any = None) -> dict[str, Any]:
+        """Boundaries as keyword arguments of torch.nn.attention.varlen.varlen_attn."""
+        from trainer_client import adapters
+
+        return adapters.for_torch_varlen(self, device=device)
+
+    def for_megatron(self, *, device: Any = None) -> dict[str, Any]:
+        """Tokens, shifted labels and the fields of Megatron's PackedSeqParams ("thd")."""
+        from trainer_client import adapters
+
+        return adapters.for_megatron(self, device=device)
+
+
+def flatten(
+    packs: Sequence[Pack],
+    *,
+    padding: Sequence[bool],
+    epoch: int,
+    step: int,
+    num_items: int,
+    step_done: bool,
+    state: dict[str, Any],
+) -> PackedBatch:
+    """One batch of the packs of one rank's step. `padding[i]`: pack i only fills up the step.
+
+    Boundaries of each pack are shifted by the tokens before it. Fillers are left out, unless there is
+    nothing else.
+    """
+    real = [pack for pack, fills in zip(packs, padding, strict=True) if not fills]
+    used = real or list(packs[:1])
+    return PackedBatch(
+        input_ids=_concat([pack.input_ids for pack in used]),
+        loss_mask=_concat([pack.loss_mask for pack in used]),
+        cu_seqlens=_joined_boundaries([pack.cu_seqlens for pack in used]),
+        example_ids=_concat([pack.example_ids for pack in used]),
+        num_packs=len(real),
+        epoch=epoch,
+        step=step,
+        num_items_in_batch=num_items,
+        step_done=step_done,
+        is_padding=not real,
+        state=state,
+    )
+
+
+def _concat(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def _joined_boundaries(each: list[NDArray[np.int32]]) -> NDArray[np.int32]:
+    if len(each) == 1:
+        return each[0]
+    shifts = np.cumsum([0, *(int(cu[-1]) for cu in each[:-1])])
+    parts = [cu[1:] + np.int32(shift) for cu, shift in zip(each, shifts, strict=True)]
+    return np.concatenate([np.zeros(1, np.int32), *parts]).astype(np.int32, copy=False)
+
+
+def padded_boundaries(batch: PackedBatch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Boundaries of real segments without and with the padding behind them, both (n + 1,) int32.
+
+    A padding segment (example id -1) belongs to the segment before it; one with none before it stands
+    for itself. The first array counts real tokens only, the second says where segments lie.
+    """
+    lengths = np.diff(batch.cu_seqlens)
+    starts_one = batch.example_ids != PADDING_ID
+    starts_one[0] = True
+    real = np.concatenate([[0], np.cumsum(lengths[starts_one])]).astype(np.int32)
+    where = np.concatenate([batch.cu_seqlens[:-1][starts_one], batch.cu_seqlens[-1:]]).astype(np.int32)
+    return real, where

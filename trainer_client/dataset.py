@@ -1,0 +1,109 @@
+"""PackedDataset: a PackedStream as a torch IterableDataset, for those who want a DataLoader.
+
+    loader = DataLoader(PackedDataset(url, dataset="…"), batch_size=None, num_workers=2)
+
+With workers, worker w of n reads steps w, w + n, w + 2n, …; a DataLoader asks its workers in turn, so the
+batches come out in the order of the stream, as many as without workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainer_client.batch import PackedBatch
+from trainer_client.cursor import Cursor
+from trainer_client.errors import StateMismatch
+from trainer_client.reader import Lane
+from trainer_client.stream import PackedStream
+
+
+class PackedDataset(IterableDataset):
+    """Takes what PackedStream takes, and `transform`, applied to each batch (for example
+    PackedBatch.for_transformers where the loop wants a dict).
+
+    State: without workers, `state_dict` is the stream's. With workers the loop runs in another process
+    than the dataset; then either use torchdata's StatefulDataLoader, which collects each worker's
+    state (load it with as many workers), or save `batch.state` of the last batch taken, which any
+    PackedStream or PackedDataset loads. With workers call `set_epoch` before each epoch but the first,
+    as with torch's DistributedSampler: the main process does not see that an epoch was read.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        dataset: str,
+        transform: Callable[[PackedBatch], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._stream = PackedStream(source, dataset=dataset, **options)
+        self._transform = transform
+        # Of the running iteration, in a worker: where it began and how many steps this worker gave.
+        self._began: dict[str, Any] | None = None
+        self._num_given = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        batches = iter(self._stream) if info is None else self._lane(info.id, info.num_workers)
+        return batches if self._transform is None else map(self._transform, batches)
+
+    def _lane(self, worker: int, num_workers: int) -> Iterator[PackedBatch]:
+        if self._stream._device is not None:
+            raise ValueError(
+                "device: None is required with num_workers > 0 (workers must not touch it), found "
+                f"{self._stream._device}; use num_workers=0, the stream reads ahead by itself"
+            )
+        if self._began is None:
+            self._began = self._stream.state_dict()
+        self._stream.load_state_dict({name: self._began[name] for name in self._began if name != "lane"})
+        self._stream._lane = Lane(index=worker, count=num_workers, skip=self._num_given)
+        self._began["lane"] = {"worker": worker, "num_workers": num_workers}
+        for batch in self._stream:
+            self._num_given += 1
+            yield batch
+        self._began, self._num_given = None, 0
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Stand at the start of `epoch`, unless the stream stands within it already (after a resume)."""
+        if self._stream._cursor.epoch != epoch:
+            self._stream._cursor = Cursor(epoch=epoch)
+            self._stream.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the iteration stands: the stream's state, or in a worker that of its own steps."""
+        if self._began is None:
+            return self._stream.state_dict()
+        return {**self._began, "lane": {**self._began["lane"], "num_given": self._num_given}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. Raises StateMismatch as PackedStream does, and where a worker's
+        state is loaded with another number of workers."""
+        lane = state.get("lane")
+        if lane is None:
+            self._began, self._num_given = None, 0
+            self._stream.load_state_dict(state)
+            return
+        info = get_worker_info()
+        here = (info.id, info.num_workers) if info is not None else (0, 0)
+        if here != (lane["worker"], lane["num_workers"]):
+            raise StateMismatch(
+                "worker of num_workers",
+                wanted=here,
+                found=(lane["worker"], lane["num_workers"]),
+                hint="resume with as many workers, or load `batch.state` of the last batch taken",
+            )
+        self._stream.load_state_dict({name: value for name, value in state.items() if name != "lane"})
+        self._began = {**state, "lane": {"worker": here[0], "num_workers": here[1]}}
+        self._num_given = int(lane["num_given"])
+
+    @property
+    def stream(self) -> PackedStream:
+        """The stream underneath (for its stats)."""
+        return self._stream

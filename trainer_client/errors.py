@@ -1,0 +1,81 @@
+"""What can go wrong at the trainer's side.
+
+    ClientError
+    ├── UnknownDataset   (LookupError)   no such dataset there
+    ├── DatasetFailed                    packing it failed or was cancelled; the text is the reason
+    ├── DatasetTooSmall  (ValueError)    fewer packs than one step takes: num_packs, packs_needed
+    ├── StateMismatch    (ValueError)    a state of another dataset, or of another order
+    ├── StreamRefused                    the service will not serve this request; trying again will not help
+    ├── DataDamaged                      bytes that fail their checksum, again and again
+    └── StreamTimeout    (TimeoutError)  nothing came for `timeout_s`; says what was tried
+
+All of these are permanent. What is transient (a lost connection, a restarted server, status 503) is
+retried inside and never reaches the training loop, unless it lasts longer than `timeout_s`.
+"""
+
+from __future__ import annotations
+
+
+class ClientError(Exception):
+    """Root of the tree."""
+
+
+class UnknownDataset(ClientError, LookupError):
+    """There is no such dataset where it was looked for."""
+
+
+class DatasetFailed(ClientError):
+    """Packing the dataset failed or was cancelled: no more packs will come."""
+
+    def __init__(self, dataset: str, reason: str) -> None:
+        super().__init__(f"packing of dataset {dataset} stopped: {reason}")
+        self.dataset = dataset
+        self.reason = reason
+
+
+class DatasetTooSmall(ClientError, ValueError):
+    """A finished dataset has fewer packs than one step takes, and tail="drop" leaves out short steps."""
+
+    def __init__(self, dataset: str, *, num_packs: int, packs_needed: int) -> None:
+        super().__init__(
+            f"a step takes {packs_needed} packs (world_size x packs_per_step), but dataset {dataset} has "
+            f'only {num_packs}: there would be no step at all; use a smaller packs_per_step, or tail="pad"'
+        )
+        self.dataset = dataset
+        self.num_packs = num_packs
+        self.packs_needed = packs_needed
+
+
+class StateMismatch(ClientError, ValueError):
+    """A state that does not belong to this stream. `wanted` is the stream's value, `found` the state's."""
+
+    def __init__(self, what: str, *, wanted: object, found: object, hint: str) -> None:
+        super().__init__(f"this stream has {what} {wanted}, the state was saved with {what} {found}; {hint}")
+        self.what = what
+        self.wanted = wanted
+        self.found = found
+
+
+class StreamRefused(ClientError):
+    """The service answered that this request is wrong (401, 403, 404, 422, …)."""
+
+
+class DataDamaged(ClientError):
+    """Bytes of the dataset are not what was written. None of them reached a batch."""
+
+
+class StreamTimeout(ClientError, TimeoutError):
+    """No step came for `timeout_s` seconds."""
+
+
+class Lost(Exception):  # never seen outside: it is caught and retried
+    """Internal: a transient fault. `damaged` where the bytes arrived but are wrong."""
+
+    def __init__(self, detail: str, *, damaged: bool = False, wait_s: float = 0.0) -> None:
+        super().__init__(detail)
+        self.damaged = damaged
+        self.wait_s = wait_s  # the server asks to wait at least so long
+
+
+class Silent(Lost):
+    """Internal: nothing came between two steps for a while. No fault while packs are still being made."""

@@ -1,0 +1,202 @@
+"""Reading ahead in a thread of its own: bounded in steps and in bytes, measured, and ended cleanly."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStats:
+    """What reading ahead has done since the stream was made.
+
+    get_wait_s: the training loop waited for data (the first batch of each iteration is told apart, in
+    first_batch_s). put_wait_s: the reader waited for room, which is good. mean_occupancy: batches that
+    lay ready when the loop asked. elapsed_s: from each iteration's first batch to its latest.
+    """
+
+    num_batches: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    first_batch_s: float = 0.0
+    get_wait_s: float = 0.0
+    put_wait_s: float = 0.0
+    mean_occupancy: float = 0.0
+    elapsed_s: float = 0.0
+    num_retries: int = 0
+
+    @property
+    def stall_share(self) -> float:
+        """Share of the time in which the training loop stood still for want of data."""
+        return self.get_wait_s / self.elapsed_s if self.elapsed_s else 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.elapsed_s if self.elapsed_s else 0.0
+
+    def to_prometheus(self) -> str:
+        """Prometheus text exposition of all figures."""
+        values = [(name, float(getattr(self, name))) for name in self.__slots__]
+        values += [("stall_share", self.stall_share), ("bytes_per_s", self.bytes_per_s)]
+        return "".join(
+            f"# TYPE padfree_client_{name} gauge\npadfree_client_{name} {value:g}\n" for name, value in values
+        )
+
+
+class Meter:
+    """Counts for StreamStats, over all iterations of a stream."""
+
+    def __init__(self) -> None:
+        self.num_batches = self.num_tokens = self.num_bytes = self.num_retries = 0
+        self.first_batch_s = self.get_wait_s = self.put_wait_s = self.elapsed_s = 0.0
+        self.occupancy = 0
+
+    def stats(self) -> StreamStats:
+        return StreamStats(
+            num_batches=self.num_batches,
+            num_tokens=self.num_tokens,
+            num_bytes=self.num_bytes,
+            first_batch_s=self.first_batch_s,
+            get_wait_s=self.get_wait_s,
+            put_wait_s=self.put_wait_s,
+            mean_occupancy=self.occupancy / self.num_batches if self.num_batches else 0.0,
+            elapsed_s=self.elapsed_s,
+            num_retries=self.num_retries,
+        )
+
+
+class _Buffer(Generic[T]):
+    """A queue bounded in items and in bytes, with an end. One item always fits."""
+
+    def __init__(self, max_items: int, max_bytes: int, meter: Meter) -> None:
+        self._items: deque[tuple[T, int]] = deque()
+        self._bytes = 0
+        self._max_items, self._max_bytes = max_items, max_bytes
+        self._meter = meter
+        self._changed = threading.Condition()
+        self._ended = False
+        self._error: BaseException | None = None
+        self.closed = threading.Event()
+        self._first: float | None = None
+
+    def put(self, item: T, num_bytes: int) -> bool:
+        """Wait for room. False where nobody wants any more."""
+        start = time.monotonic()
+        with self._changed:
+            while not self.closed.is_set() and self._full(num_bytes):
+                self._changed.wait()
+            self._meter.put_wait_s += time.monotonic() - start
+            if self.closed.is_set():
+                return False
+            self._items.append((item, num_bytes))
+            self._bytes += num_bytes
+            self._changed.notify_all()
+        return True
+
+    def _full(self, num_bytes: int) -> bool:
+        more = self._bytes + num_bytes > self._max_bytes
+        return bool(self._items) and (len(self._items) >= self._max_items or more)
+
+    def end(self, error: BaseException | None = None) -> None:
+        with self._changed:
+            self._ended, self._error = True, error
+            self._changed.notify_all()
+
+    def get(self) -> T:
+        """The next item. Raises what the reader raised, StopIteration at the end."""
+        start = time.monotonic()
+        with self._changed:
+            occupancy = len(self._items)
+            while not self._items and not self._ended and not self.closed.is_set():
+                self._changed.wait()
+            if not self._items:
+                error, self._error = self._error, None
+                raise error or StopIteration
+            item, num_bytes = self._items.popleft()
+            self._bytes -= num_bytes
+            self._measure(start, occupancy)
+            self._changed.notify_all()
+        return item
+
+    def _measure(self, start: float, occupancy: int) -> None:
+        now, meter = time.monotonic(), self._meter
+        if self._first is None:
+            meter.first_batch_s += now - start
+        else:
+            meter.get_wait_s += now - start
+            meter.elapsed_s += now - self._first
+        self._first = now
+        meter.occupancy += occupancy
+
+    def close(self) -> None:
+        self.closed.set()
+        with self._changed:
+            self._items.clear()
+            self._changed.notify_all()
+
+
+class Prefetcher(Generic[T]):
+    """Runs `source()` in a thread and hands out what it yields.
+
+    `cancel` wakes a source that waits for the network. Closed when the loop ends, breaks off or
+    fails, when the prefetcher is forgotten, and at the interpreter's exit.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], Iterator[T]],
+        *,
+        size: Callable[[T], int],
+        cancel: Callable[[], None],
+        max_items: int,
+        max_bytes: int,
+        meter: Meter,
+    ) -> None:
+        self._buffer: _Buffer[T] = _Buffer(max_items, max_bytes, meter)
+        thread = threading.Thread(
+            target=_run, args=(source, size, self._buffer), name="padfree-reader", daemon=True
+        )
+        # Holds no reference to self, so that forgetting the prefetcher ends the thread. It also runs at
+        # exit, before daemon threads are frozen in the middle of a native call.
+        self._finalizer = weakref.finalize(self, _shut, self._buffer, thread, cancel, os.getpid())
+        thread.start()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self._buffer.get()
+
+    def close(self) -> None:
+        """End the thread. May be called again."""
+        self._finalizer()
+
+
+def _run(source: Callable[[], Iterator[Any]], size: Callable[[Any], int], buffer: _Buffer[Any]) -> None:
+    try:
+        for item in source():
+            if not buffer.put(item, size(item)):
+                return
+    except BaseException as error:
+        buffer.end(error)
+    else:
+        buffer.end()
+
+
+def _shut(buffer: _Buffer[Any], thread: threading.Thread, cancel: Callable[[], None], owner_pid: int) -> None:
+    if os.getpid() != owner_pid:
+        return  # a forked child's copy: the thread, its locks and its socket are the parent's
+    buffer.close()
+    cancel()
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_S)

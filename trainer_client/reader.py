@@ -1,0 +1,245 @@
+"""The walk over epochs and steps: opens the stream, groups packs to batches, goes on after a fault.
+
+A fault never loses or doubles a step: a batch is made only of verified packs that carry the wanted
+epoch and step, and after a fault the stream is opened again at the first step without a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer_client.batch import PackedBatch, flatten
+from trainer_client.cursor import Cursor, Split, to_state
+from trainer_client.errors import DataDamaged, Lost, Silent, StreamTimeout
+from trainer_client.prefetch import Meter
+from trainer_client.transport import Received, Request, Transport
+
+log = logging.getLogger(__name__)
+
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 5.0
+_MAX_DAMAGED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Which steps of an iteration are read here: every `count`-th, from `index` on, less the first `skip`.
+
+    One of a torch DataLoader's workers reads one lane; without workers there is one lane of all steps.
+    """
+
+    index: int = 0
+    count: int = 1
+    skip: int = 0
+
+    def first(self, done: int) -> int:
+        """The first step of this lane in an epoch that begins after `done` steps of the iteration."""
+        begin = max(done, self.index + self.skip * self.count)
+        return begin + (self.index - begin) % self.count - done
+
+
+@dataclass(slots=True, kw_only=True)
+class Retry:
+    """Back-off after faults: doubling, without jitter, until `timeout_s` have passed without progress."""
+
+    what: str
+    timeout_s: float
+    cancelled: threading.Event
+    meter: Meter
+    since: float | None = None
+    tries: int = 0
+    damaged: int = 0
+    delay_s: float = _FIRST_DELAY_S
+
+    def progress(self) -> None:
+        """A step came: all is well again."""
+        if self.since is None:
+            return
+        log.warning(
+            "%s goes on after %d tries in %.1f s", self.what, self.tries, time.monotonic() - self.since
+        )
+        self.since, self.tries, self.damaged, self.delay_s = None, 0, 0, _FIRST_DELAY_S
+
+    def failed(self, error: Lost, step: str) -> None:
+        """Wait before the next try; raise where there shall be none."""
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+            log.warning("%s: %s; trying again for up to %g s", self.what, error, self.timeout_s)
+        self.tries += 1
+        self.damaged += error.damaged
+        self.meter.num_retries += 1
+        if self.damaged >= _MAX_DAMAGED:
+            raise DataDamaged(f"{self.what}, {step}: {error} ({self.damaged} times in a row)") from error
+        left = self.since + self.timeout_s - now
+        if left <= 0:
+            raise StreamTimeout(
+                f"{self.what}, {step}: nothing came for {self.timeout_s:g} s (timeout_s), tried "
+                f"{self.tries} times with up to {self.delay_s:g} s between; the last fault: {error}"
+            ) from error
+        self.cancelled.wait(min(left, max(self.delay_s, error.wait_s)))
+        self.delay_s = min(2 * self.delay_s, _LONGEST_DELAY_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class Reader:
+    """Makes the batches of one iteration."""
+
+    transport: Transport
+    split: Split
+    epochs: int | None
+    timeout_s: float
+    meter: Meter
+    device: Any = None
+    lane: Lane = field(default_factory=Lane)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    num_packs: int | None = None
+
+    def cancel(self) -> None:
+        """End `batches` from another thread."""
+        self.cancelled.set()
+        self.transport.close()
+
+    def batches(self, cursor: Cursor) -> Iterator[PackedBatch]:
+        """Batches from the cursor to the next multiple of `epochs` (or without end)."""
+        upload = self._uploader()
+        retry = self._retry()
+        self._learn_num_packs(retry)
+        cursor = self.split.normal(cursor, self.num_packs)
+        stop = self._stop_epoch(cursor)
+        done = 0
+        while not self.cancelled.is_set() and (stop is None or cursor.epoch < stop):
+            for batch in self._epoch(cursor, done):
+                yield upload(batch) if upload is not None else batch
+            if self.cancelled.is_set():
+                return
+            assert self.num_packs is not None  # learnt at the end of the epoch
+            steps = self.split.num_steps(self.num_packs, offset=cursor.packs)
+            cursor = Cursor(epoch=cursor.epoch + 1)
+            if not done and not steps:
+                stop = self._stop_epoch(cursor)  # we stood at an end that nobody knew to be one
+            done += steps
+
+    def _stop_epoch(self, cursor: Cursor) -> int | None:
+        return None if self.epochs is None else (cursor.epoch // self.epochs + 1) * self.epochs
+
+    def _uploader(self) -> Any:
+        if self.device is None:
+            return None
+        from trainer_client.device import Uploader
+
+        uploader = Uploader(self.device)
+        return lambda batch: batch.with_upload(uploader.upload(batch))
+
+    def _retry(self) -> Retry:
+        return Retry(
+            what=f"dataset {self.transport.dataset}",
+            timeout_s=self.timeout_s,
+            cancelled=self.cancelled,
+            meter=self.meter,
+        )
+
+    def _learn_num_packs(self, retry: Retry) -> None:
+        """Ask how large the dataset is, as long as it takes to be told. It stays None while it grows."""
+        while self.num_packs is None and not self.cancelled.is_set():
+            try:
+                self.num_packs = self.transport.num_packs()
+            except Lost as error:
+                retry.failed(error, "asking for its state")
+            else:
+                break
+        if self.num_packs is not None:
+            self.split.require_steps(self.num_packs, self.transport.dataset)
+
+    def _epoch(self, start: Cursor, done: int) -> Iterator[PackedBatch]:
+        """The lane's batches from `start` to the end of its epoch. Steps are counted from there."""
+        step, retry = self.lane.first(done), self._retry()
+        max_steps = None if self.lane.count == 1 else 1  # between a lane's steps lie those of others
+        while not self.cancelled.is_set():
+            request = Request(
+                split=self.split, epoch=start.epoch, offset=start.packs, start=step, max_steps=max_steps
+            )
+            first = step
+            try:
+                with contextlib.closing(self._steps(request, start)) as batches:
+                    for batch in batches:
+                        retry.progress()
+                        yield batch
+                        step += self.lane.count
+                if max_steps is None or step == first:
+                    self._check_end(start, step)
+                    return
+            except Silent as error:
+                if self.transport.still_packing():
+                    retry.progress()
+                    continue
+                self._failed(retry, error, start, step)
+            except Lost as error:
+                self._failed(retry, error, start, step)
+
+    def _failed(self, retry: Retry, error: Lost, start: Cursor, step: int) -> None:
+        if self.cancelled.is_set():
+            return
+        retry.failed(error, f"epoch {start.epoch}, step {start.step + step}")
+        with contextlib.suppress(Lost):  # a dataset that failed or is too small says so here
+            if self.num_packs is None and (num_packs := self.transport.num_packs()) is not None:
+                self.num_packs = num_packs
+                self.split.require_steps(num_packs, self.transport.dataset)
+
+    def _check_end(self, start: Cursor, step: int) -> None:
+        """The stream says the epoch is over: hold it against the number of packs."""
+        if self.num_packs is None:
+            self.num_packs = self.transport.num_packs()
+            if self.num_packs is None:
+                raise Lost(f"the stream ended at step {step}, but the dataset is still being packed")
+            self.split.require_steps(self.num_packs, self.transport.dataset)
+        steps = self.split.num_steps(self.num_packs, offset=start.packs)
+        if step < steps:
+            raise Lost(f"the stream ended after {step} of {steps} steps")
+        left_over = self.split.num_left_over(self.num_packs)
+        if left_over and self.split.tail == "drop":
+            log.info(
+                'epoch %d of dataset %s is over; %d packs filled no step and were left out (tail="drop")',
+                start.epoch,
+                self.transport.dataset,
+                left_over,
+            )
+
+    def _steps(self, request: Request, start: Cursor) -> Generator[PackedBatch, None, None]:
+        """Packs grouped to steps."""
+        group: list[Received] = []
+        step = request.start
+        with contextlib.closing(self.transport.packs(request)) as packs:
+            for received in packs:
+                stamp = received.stamp
+                if (stamp.epoch, stamp.step) != (request.epoch, step):
+                    raise Lost(
+                        f"step {step} of epoch {request.epoch} was due, the stream sent step {stamp.step} of "
+                        f"epoch {stamp.epoch}",
+                        damaged=True,
+                    )
+                group.append(received)
+                if len(group) == self.split.packs_per_step:
+                    yield self._batch(group, start, step)
+                    group, step = [], step + 1
+        if group:
+            raise Lost(f"the stream ended within step {step}")
+
+    def _batch(self, group: list[Received], start: Cursor, step: int) -> PackedBatch:
+        split, stamp = self.split, group[-1].stamp
+        after = split.normal(split.after(start, step + 1), self.num_packs)
+        return flatten(
+            [received.pack for received in group],
+            padding=[received.stamp.padding for received in group],
+            epoch=start.epoch,
+            step=start.step + step,
+            num_items=stamp.num_items,
+            step_done=stamp.step_done,
+            state=to_state(after, split, self.transport.dataset),
+        )

@@ -1,0 +1,299 @@
+"""Packs from a padfree service: the standard library's HTTP client, read into preallocated buffers.
+
+One response is one Arrow IPC stream (service: GET /v1/datasets/{id}/stream): the schema message, then
+one record batch message a pack, then the end-of-stream mark. A response that stops without the mark is
+incomplete; whoever reads opens the stream again at the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Generator
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import numpy as np
+import pyarrow as pa
+
+from packer import shard
+from packer.shard import ShardError, read_stamp
+from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
+from trainer_client.transport import Received, Request, receive
+
+_CONNECT_S = 10.0
+_ASK_S = 10.0  # for a dataset's view
+_MAX_HEADER_BYTES = 1 << 20
+_MAX_BODY_BYTES = 1 << 31
+_CONTINUATION = b"\xff\xff\xff\xff"
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+_FAULTS = (OSError, http.client.HTTPException)  # TimeoutError and ssl.SSLError are OSErrors
+
+
+class HttpTransport:
+    """Reads one dataset's stream from a service.
+
+    `silence_s`: after so long without a byte the connection is taken for dead and opened again.
+    """
+
+    def __init__(self, url: str, dataset: str, *, token: str | None = None, silence_s: float = 60.0) -> None:
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ValueError(f"a url like http://host:8000 is required, found {url!r}")
+        self.dataset = dataset
+        self._url = (
+            f"{parts.scheme}://{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+        )
+        self._parts, self._given_url = parts, url
+        self._path = f"{parts.path.rstrip('/')}/v1/datasets/{quote(dataset, safe='')}"
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._silence_s = silence_s
+        self._schema = shard.schema(dataset)
+        self._num_packs: int | None = None
+        self._token = token
+        self._connection: http.client.HTTPConnection | None = None
+        self._socket: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    # -------------------------------------------------------------- the dataset
+
+    def num_packs(self) -> int | None:
+        if self._num_packs is None:
+            view = self._view()
+            if view.get("state") == "ready":
+                self._num_packs = int(view["report"]["num_packs"])
+        return self._num_packs
+
+    def still_packing(self) -> bool:
+        try:
+            return self._view().get("state") in ("queued", "packing")
+        except Lost:
+            return False
+
+    def _view(self) -> dict[str, Any]:
+        """The dataset's view. Raises what its state or an error status means."""
+        connection = self._connect(_ASK_S)
+        try:
+            connection.request("GET", self._path, headers=self._headers)
+            response = connection.getresponse()
+            body = response.read()
+            if response.status != 200:
+                raise self._problem(response, body)
+            view = json.loads(body)
+        except (*_FAULTS, ValueError) as error:
+            raise Lost(f"{self._url} cannot be asked for dataset {self.dataset}: {_shown(error)}") from error
+        finally:
+            connection.close()
+        if view.get("state") in ("failed", "cancelled"):
+            raise DatasetFailed(self.dataset, _reason(view))
+        return view
+
+    # -------------------------------------------------------------- the stream
+
+    def packs(self, request: Request) -> Generator[Received, None, None]:
+        response = self._open(request)
+        whole = False
+        try:
+            self._read_schema(response)
+            while (received := self._read_message(response)) is not None:
+                yield received
+            response.read()  # the end of the body, so that the connection can be used again
+            whole = not response.will_close
+        except _FAULTS as error:
+            raise Lost(f"the connection to {self._url} broke off: {_shown(error)}") from error
+        finally:
+            if not whole:
+                self._drop()
+
+    def fresh(self) -> HttpTransport:
+        other = HttpTransport(self._given_url, self.dataset, token=self._token, silence_s=self._silence_s)
+        other._num_packs = self._num_packs
+        return other
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._socket is not None:
+                # Wakes the reader's recv, which closing alone would not.
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=timeout_s)
+
+    def _open(self, request: Request) -> http.client.HTTPResponse:
+        target = f"{self._path}/stream?{urlencode(_query(request))}"
+        kept = self._connection is not None
+        try:
+            if self._connection is None:
+                self._connection = self._dial()
+            self._connection.request("GET", target, headers=self._headers)
+            response = self._connection.getresponse()
+        except _FAULTS as error:
+            self._drop()
+            if kept and not self._closed and isinstance(error, ConnectionError | http.client.BadStatusLine):
+                return self._open(request)  # an idle connection the server had closed: no fault at all
+            raise Lost(f"cannot reach {self._url}: {_shown(error)}") from error
+        if response.status != 200:
+            body = _quietly_read(response)
+            self._drop()
+            raise self._problem(response, body)
+        return response
+
+    def _dial(self) -> http.client.HTTPConnection:
+        connection = self._connect(_CONNECT_S)
+        connection.connect()
+        connection.sock.settimeout(self._silence_s)
+        with self._lock:
+            self._socket = connection.sock  # http.client lets go of it in a response that ends by closing
+            if self._closed:
+                connection.close()
+                raise Lost("closed")
+        return connection
+
+    def _drop(self) -> None:
+        with self._lock:
+            connection, self._connection, self._socket = self._connection, None, None
+        if connection is not None:
+            connection.close()
+
+    def _read_schema(self, response: http.client.HTTPResponse) -> None:
+        prefix = self._fill(response, 8, "the schema", silent=True)
+        size = _header_size(prefix)
+        message = np.concatenate([prefix, self._fill(response, size - 8, "the schema")])
+        try:
+            found = pa.ipc.read_schema(pa.py_buffer(message)).metadata or {}
+        except (pa.ArrowException, OSError) as error:
+            raise Lost(f"{self._url} sent no Arrow stream: {error}", damaged=True) from error
+        named = found.get(b"padfree.dataset", b"").decode()
+        version = found.get(b"padfree.format_version", b"").decode()
+        if named != self.dataset or version != str(shard.FORMAT_VERSION):
+            raise StreamRefused(
+                f"dataset {self.dataset} of format version {shard.FORMAT_VERSION} was asked for, {self._url} "
+                f"sent dataset {named!r} of version {version!r}: client and service must be of one release"
+            )
+
+    def _read_message(self, response: http.client.HTTPResponse) -> Received | None:
+        """The next pack, or None at the end-of-stream mark."""
+        prefix = self._fill(response, 8, "the next pack", silent=True)
+        if prefix.tobytes() == shard.END_OF_STREAM:
+            return None
+        header_bytes = _header_size(prefix)
+        header = self._fill(response, header_bytes - 8, "a pack's header")
+        try:
+            body_bytes = read_stamp(header.data).body_bytes
+        except ShardError as error:
+            raise Lost(str(error), damaged=True) from error
+        if body_bytes > _MAX_BODY_BYTES:
+            raise Lost(f"a pack of {body_bytes} bytes was announced", damaged=True)
+        message = np.empty(header_bytes + body_bytes, np.uint8)
+        message[:8], message[8:header_bytes] = prefix, header
+        self._fill_into(response, message.data[header_bytes:], "a pack")
+        stamp, packs = receive(message, header_bytes, self._schema)
+        if len(packs) != 1:
+            raise Lost(f"one pack a record batch was asked for, {len(packs)} came", damaged=True)
+        return Received(pack=packs[0], stamp=stamp, num_bytes=len(message))
+
+    def _fill(
+        self, response: http.client.HTTPResponse, num_bytes: int, what: str, *, silent: bool = False
+    ) -> np.ndarray:
+        buffer = np.empty(num_bytes, np.uint8)
+        self._fill_into(response, buffer.data, what, silent=silent)
+        return buffer
+
+    def _fill_into(
+        self, response: http.client.HTTPResponse, view: memoryview, what: str, *, silent: bool = False
+    ) -> None:
+        """Read exactly len(view) bytes. Raises Lost; Silent where not one came and none was due."""
+        at = 0
+        try:
+            while at < len(view):
+                count = response.readinto(view[at:])
+                if not count:
+                    raise Lost(f"{self._url} closed the stream after {at} of {len(view)} bytes of {what}")
+                at += count
+        except http.client.IncompleteRead as error:
+            at += len(error.partial)
+            raise Lost(f"{self._url} closed the stream after {at} of {len(view)} bytes of {what}") from error
+        except TimeoutError as error:
+            kind = Silent if silent and at == 0 else Lost
+            raise kind(
+                f"{self._url} sent nothing for {self._silence_s:g} s, after {at} of {len(view)} bytes "
+                f"of {what}"
+            ) from error
+
+    # -------------------------------------------------------------- errors
+
+    def _problem(self, response: http.client.HTTPResponse, body: bytes) -> Exception:
+        """What an error status means, as the exception to raise."""
+        problem: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):
+            found = json.loads(body)
+            problem = found if isinstance(found, dict) else {}
+        kind = str(problem.get("type", "")).rpartition(":")[2]
+        detail = str(problem.get("detail") or body[:200].decode(errors="replace") or response.reason)
+        if response.status in _TRANSIENT:
+            wait = response.getheader("Retry-After", "")
+            return Lost(
+                f"{self._url} answered {response.status}: {detail}",
+                wait_s=min(float(wait), 30.0) if wait.isdigit() else 0.0,
+            )
+        if kind == "unknown-dataset":
+            return UnknownDataset(f"{self._url} has no dataset {self.dataset}: {detail}")
+        if kind in ("dataset-failed", "dataset-cancelled"):
+            return DatasetFailed(self.dataset, detail)
+        if kind == "dataset-too-small":
+            return Lost(detail)  # asked again, the dataset says how many packs it has, and that is the error
+        field = f" ({problem['field']})" if problem.get("field") else ""
+        hint = "" if problem else "; is this the url of a padfree service?"
+        return StreamRefused(f"{self._url} answered {response.status}{field}: {detail}{hint}")
+
+
+def _query(request: Request) -> dict[str, Any]:
+    split = request.split
+    query: dict[str, Any] = {
+        "rank": split.rank,
+        "world_size": split.world_size,
+        "packs_per_step": split.packs_per_step,
+        "epoch": request.epoch,
+        "start": request.start,
+        "offset": request.offset,
+        "tail": split.tail,
+        "batches": "pack",
+    }
+    if split.shuffle_seed is not None:
+        query["shuffle_seed"] = split.shuffle_seed
+    if request.max_steps is not None:
+        query["max_steps"] = request.max_steps
+    return query
+
+
+def _header_size(prefix: np.ndarray) -> int:
+    """Bytes of a message's header, prefix included, from its first 8 bytes."""
+    raw = prefix.tobytes()
+    size = 8 + int.from_bytes(raw[4:], "little")
+    if raw[:4] != _CONTINUATION or not 8 < size <= _MAX_HEADER_BYTES:
+        raise Lost(f"no Arrow message begins with {raw.hex()}", damaged=True)
+    return size
+
+
+def _quietly_read(response: http.client.HTTPResponse) -> bytes:
+    with contextlib.suppress(*_FAULTS):
+        return response.read(1 << 16)
+    return b""
+
+
+def _reason(view: dict[str, Any]) -> str:
+    error = view.get("error")
+    if isinstance(error, dict):
+        error = error.get("detail") or error.get("title")
+    return str(error or view.get("state"))
+
+
+def _shown(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,216 @@
+"""PackedStream: this rank's batches of a dataset, from a service or a store folder, exactly resumable."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer_client.batch import PackedBatch
+from trainer_client.cursor import Cursor, Split, Tail, from_state, to_state
+from trainer_client.errors import ClientError, Lost
+from trainer_client.prefetch import Meter, Prefetcher, StreamStats
+from trainer_client.reader import Lane, Reader
+from trainer_client.transport import Transport, open_transport
+
+
+class PackedStream:
+    """An iterable of PackedBatch: exactly this rank's part of the dataset, in the one order there is.
+
+    source: the url of a padfree service, or a store folder (no server needed). While the dataset is
+        still being packed, the stream follows it.
+    rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
+        packs_per_step of them as one batch. All ranks take the same number of steps.
+    epochs: one iteration over the stream goes from where it stands to the next multiple of `epochs`.
+        With epochs=1 each `for` over the stream is one epoch (or the rest of one after a resume), the
+        next `for` is the next epoch in its own order. None: without end.
+    shuffle_seed: order of epochs 1, 2, …; epoch 0 is the order of packing. None: every epoch is.
+    tail: "drop" leaves out the last packs that do not fill a step, "pad" fills it up with packs that
+        train nothing.
+    prefetch_steps, prefetch_bytes: how far a thread reads ahead (at least one step).
+    device: where batches shall be when they are taken; on CUDA they travel beside the training.
+    token: for a service with PADFREE_TOKENS.
+    timeout_s: after so long without a step an error instead of another try.
+
+    Every pack is seen once an epoch over all ranks, save what tail="drop" leaves out (num_left_over).
+    `state_dict` counts what the loop has taken, not what was read ahead, so it is exact after any step;
+    load it on any world size. Breaking off and iterating again goes on behind the last batch taken.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        dataset: str,
+        rank: int = 0,
+        world_size: int = 1,
+        packs_per_step: int = 1,
+        epochs: int | None = 1,
+        shuffle_seed: int | None = 0,
+        tail: Tail = "drop",
+        prefetch_steps: int = 4,
+        prefetch_bytes: int = 64 << 20,
+        device: Any = None,
+        token: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs: 1 or more is required (or None for no end), found {epochs}")
+        if prefetch_steps < 1:
+            raise ValueError(f"prefetch_steps: 1 or more is required, found {prefetch_steps}")
+        self.dataset = dataset
+        self._split = Split(
+            rank=rank,
+            world_size=world_size,
+            packs_per_step=packs_per_step,
+            shuffle_seed=shuffle_seed,
+            tail=tail,
+        )
+        self._epochs = epochs
+        self._prefetch_steps, self._prefetch_bytes = prefetch_steps, prefetch_bytes
+        self._device = device
+        self._source, self._token, self._timeout_s = source, token, timeout_s
+        self._cursor = Cursor()
+        self._lane = Lane()
+        self._start()
+
+    def _start(self) -> None:
+        """What is made anew in each process."""
+        self._transport: Transport = open_transport(
+            self._source, self.dataset, token=self._token, timeout_s=self._timeout_s
+        )
+        self._meter = Meter()
+        self._iteration = 0  # the running one; an older one must not go on
+        self._prefetcher: weakref.ref[Prefetcher[PackedBatch]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_transport", "_meter", "_iteration", "_prefetcher")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    # -------------------------------------------------------------- iterate
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        self._iteration += 1
+        iteration = self._iteration
+        self._close_prefetcher()
+        self._transport = self._transport.fresh()
+        reader = Reader(
+            transport=self._transport,
+            split=self._split,
+            epochs=self._epochs,
+            timeout_s=self._timeout_s,
+            meter=self._meter,
+            device=self._device,
+            lane=self._lane,
+        )
+        cursor = self._cursor
+        prefetcher = Prefetcher(
+            lambda: reader.batches(cursor),
+            size=lambda batch: batch.num_bytes,
+            cancel=reader.cancel,
+            max_items=self._prefetch_steps,
+            max_bytes=self._prefetch_bytes,
+            meter=self._meter,
+        )
+        self._prefetcher = weakref.ref(prefetcher)
+        return self._taken(prefetcher, iteration)
+
+    def _taken(self, prefetcher: Prefetcher[PackedBatch], iteration: int) -> Iterator[PackedBatch]:
+        try:
+            for batch in prefetcher:
+                self._require_current(iteration)
+                # Before the loop's body runs: a state saved in it counts this batch as taken.
+                self._cursor = Cursor(**{name: batch.state[name] for name in Cursor.__slots__})
+                self._meter.num_batches += 1
+                self._meter.num_tokens += batch.num_tokens
+                self._meter.num_bytes += batch.num_bytes
+                yield batch
+                self._require_current(iteration)
+            self._cursor = self._normal()
+        finally:
+            prefetcher.close()
+
+    def _require_current(self, iteration: int) -> None:
+        if iteration != self._iteration:
+            raise RuntimeError(
+                "this iteration of the stream is over: it was iterated anew, closed, or a state was loaded; "
+                "iterate over the stream again"
+            )
+
+    def __len__(self) -> int:
+        """Batches of a whole iteration: steps of an epoch x epochs. TypeError where that is not known."""
+        num_packs = self._num_packs()
+        if num_packs is None or self._epochs is None:
+            why = (
+                "it has no end (epochs=None)" if self._epochs is None else "the dataset is still being packed"
+            )
+            raise TypeError(f"this stream has no length: {why}")
+        self._split.require_steps(num_packs, self.dataset)
+        return self._split.num_steps(num_packs) * self._epochs
+
+    def __bool__(self) -> bool:
+        return True  # else `if stream` would ask for the length
+
+    def num_left_over(self) -> int:
+        """Packs of each epoch that tail="drop" leaves out. TypeError while the dataset is being packed."""
+        num_packs = self._num_packs()
+        if num_packs is None:
+            raise TypeError("not known: the dataset is still being packed")
+        return self._split.num_left_over(num_packs)
+
+    # -------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """A small JSON document: where the training loop stands. Exact after any step."""
+        self._cursor = self._normal()
+        return to_state(self._cursor, self._split, self.dataset)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, on any world size.
+
+        Raises StateMismatch for a state of another dataset or shuffle_seed.
+        """
+        self._cursor = from_state(state, self._split, self.dataset)
+        self.close()
+
+    def _normal(self) -> Cursor:
+        if not self._cursor.packs:
+            return self._cursor
+        try:
+            return self._split.normal(self._cursor, self._transport.num_packs())
+        except (Lost, ClientError):
+            return self._cursor  # the same place, said in the other way
+
+    def _num_packs(self) -> int | None:
+        try:
+            return self._transport.num_packs()
+        except Lost as error:  # a TypeError, so that list(stream) goes on without the length
+            raise TypeError(f"the length is not known: {error}") from error
+
+    # -------------------------------------------------------------- the rest
+
+    def stats(self) -> StreamStats:
+        """What was read and how long anyone waited, over all iterations."""
+        return self._meter.stats()
+
+    def close(self) -> None:
+        """End the running iteration and its thread. The stream can be iterated again."""
+        self._iteration += 1
+        self._close_prefetcher()
+
+    def _close_prefetcher(self) -> None:
+        prefetcher = self._prefetcher() if self._prefetcher is not None else None
+        if prefetcher is not None:
+            prefetcher.close()
+        self._prefetcher = None
+
+    def __enter__(self) -> PackedStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

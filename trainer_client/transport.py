@@ -1,0 +1,92 @@
+"""What a way to a dataset must do, whether it leads over HTTP or into a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from packer.shard import Pack, ShardError, Stamp, decode_message, verify_message
+from trainer_client.cursor import Split
+from trainer_client.errors import Lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A run of steps of one epoch. Steps are counted from pack `offset`."""
+
+    split: Split
+    epoch: int
+    offset: int = 0
+    start: int = 0
+    max_steps: int | None = None  # None: to the end of the epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One verified pack and what its message says of the step: `stamp.step` counts from the offset."""
+
+    pack: Pack
+    stamp: Stamp
+    num_bytes: int  # on the way, compressed
+
+
+class Transport(Protocol):
+    """Brings packs from where they lie. One thread reads; `num_packs` and `close` may come from another."""
+
+    dataset: str
+
+    def num_packs(self) -> int | None:
+        """Packs of the dataset, or None while it is being packed. Asks at most once more each call.
+
+        Raises UnknownDataset, DatasetFailed; Lost where it cannot be told just now.
+        """
+        ...
+
+    def packs(self, request: Request) -> Generator[Received, None, None]:
+        """This rank's packs, `packs_per_step` for each step, waiting for those not packed yet.
+
+        Ends when the steps asked for, or the epoch's, are over. Raises Lost where it broke off;
+        all else is permanent.
+        """
+        ...
+
+    def still_packing(self) -> bool:
+        """Whether a silent stream only waits for packs that are being made."""
+        ...
+
+    def fresh(self) -> Transport:
+        """Another one for the same dataset, not closed, that knows what this one knows."""
+        ...
+
+    def close(self) -> None:
+        """Let go, and wake a reader that waits in another thread (it then raises Lost)."""
+        ...
+
+
+def receive(message: np.ndarray, header_bytes: int, schema: pa.Schema) -> tuple[Stamp, list[Pack]]:
+    """Check and decode a whole message, (num_bytes,) uint8. The packs may be views of it."""
+    try:
+        view = message.data
+        stamp = verify_message(view, header_bytes)
+        return stamp, decode_message(view, schema)
+    except ShardError as error:
+        raise Lost(str(error), damaged=True) from error
+
+
+def open_transport(
+    source: str | os.PathLike[str], dataset: str, *, token: str | None, timeout_s: float
+) -> Transport:
+    """The way to `source`. Connects to nothing yet."""
+    from trainer_client.folder import FolderTransport
+    from trainer_client.remote import HttpTransport
+
+    if str(source).startswith(("http://", "https://")):
+        return HttpTransport(str(source), dataset, token=token, silence_s=min(60.0, timeout_s))
+    if "://" in str(source):
+        raise ValueError(f"source: an http(s) url or a store folder is required, found {str(source)!r}")
+    return FolderTransport(source, dataset, timeout_s=timeout_s)
