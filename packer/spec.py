@@ -28,6 +28,9 @@ OnBadRow = Literal["fail", "skip"]
 Loss = Literal["auto", "all", "completion", "assistant"]
 Strategy = Literal["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"]
 Overlong = Literal["truncate", "split", "drop", "error"]
+Scope = Literal["window", "global"]
+Balance = Literal["none", "attention"]
+TruncateSide = Literal["right", "left"]
 AutoBool = Literal["auto"] | bool
 
 
@@ -72,6 +75,10 @@ class PackingSpec:
     step_size: int | None = None
     segment_multiple: int = 1
     pack_multiple: int = 1
+    scope: Scope = "window"  # of best_fit: what it looks at before it fills a pack
+    balance: Balance = "none"  # of best_fit: "attention" puts packs of equal cost side by side
+    truncate_side: TruncateSide = "right"  # of overlong "truncate": which end is cut off
+    min_piece: int = 1  # of overlong "split": the shortest piece, in tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +102,7 @@ class InputFile:
     digest: str  # of the content; or the etag, for an object store
     reader: str
     compression: str | None = None  # "gzip" or "zstd"
+    mtime_ns: int | None = None  # last change when it was resolved; no part of its identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +146,7 @@ def parse_spec(document: Any) -> Spec:
             f"a whole number from 1 to {MAX_TOKENS_LIMIT} is required, found {packing.max_tokens}; "
             "use the longest sequence your training step takes, for example 8192",
         )
-    for name in ("segment_multiple", "pack_multiple", "minibatch_size", "step_size"):
+    for name in ("segment_multiple", "pack_multiple", "minibatch_size", "step_size", "min_piece"):
         value = getattr(packing, name)
         if value is not None and value < 1:
             raise SpecError(f"packing.{name}", f"1 or more is required, found {value}")

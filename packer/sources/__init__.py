@@ -1,0 +1,43 @@
+"""Examples in: files, folders and globs to batches of rows, in an order that only the source decides.
+
+    resolve_inputs   paths to input files, identified by content; what was ignored
+    detect_format    which fields of the records are which
+    index_input      one pass a file: counts records, finds where reading can begin, spools what cannot seek
+    cut              partitions, a pure function of the indexes and the seed
+    read_partition   batches of rows in stream order; every record is a row or a RowError
+
+Errors: SourceError (a ValueError) for an input that cannot be read: permanent. A record that cannot be
+read is no exception but a RowError. StoreError (packer.store) where the store cannot be written.
+"""
+
+from packer.sources.detect import detect_format
+from packer.sources.files import resolve_inputs
+from packer.sources.index import index_input
+from packer.sources.partitions import cut
+from packer.sources.read import read_partition
+from packer.sources.values import (
+    FileIndex,
+    Location,
+    Partition,
+    RecordFile,
+    Records,
+    RowError,
+    SourceError,
+    Span,
+)
+
+__all__ = [
+    "FileIndex",
+    "Location",
+    "Partition",
+    "RecordFile",
+    "Records",
+    "RowError",
+    "SourceError",
+    "Span",
+    "cut",
+    "detect_format",
+    "index_input",
+    "read_partition",
+    "resolve_inputs",
+]

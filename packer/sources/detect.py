@@ -1,0 +1,177 @@
+"""Which kind of examples a source holds, and which of its fields are which: settled by the first records."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from packer.sources import tabular
+from packer.sources.lines import BOM, TooLong, read_lines
+from packer.sources.parse import JOIN, RowFault, find, is_missing, parse_object
+from packer.sources.streams import blocks, open_stream
+from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
+from packer.spec import InputFile, SourceSpec
+
+_SAMPLE_RECORDS = 100
+_SAMPLE_BYTES = MIB
+# A first record up to this size still tells its fields.
+_FIRST_RECORD_BYTES = 32 * MIB
+
+REQUIRED = {
+    "messages": ("messages",),
+    "tokens": ("input_ids",),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+OPTIONAL = {"messages": ("tools",), "tokens": ("labels",)}
+# The names that are tried for each field, in this order.
+ALIASES = {
+    "messages": ("messages", "conversations", "conversation"),
+    "input_ids": ("input_ids",),
+    "prompt": ("prompt", "instruction", "question", "query", "problem", "input"),
+    "completion": ("completion", "response", "output", "answer", "solution"),
+    "text": ("text", "content"),
+}
+# An instruction's second part, which must not be lost.
+_INSTRUCTION_INPUTS = ("input", "context")
+
+
+def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[str, dict[str, str]]:
+    """The format, and the full mapping from padfree's names to the source's.
+
+    "auto" is settled by the first records of the first input that has any; fields that `source.fields`
+    does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
+    a later record may have them. Raises SourceError where the records do not say.
+    """
+    sample, name, fault = _first_sample(inputs)
+    if not sample:
+        if fault is not None:
+            raise SourceError(f"{name}: no record could be read; the first: {fault}")
+        raise SourceError(
+            f"{name}: there is no record in the {len(inputs)} input files; give files that hold some"
+        )
+    formats = [source.format] if source.format != "auto" else _candidates(source.fields)
+    for format in formats:
+        fields = _mapping(format, source.fields, sample)
+        if fields is not None:
+            return format, fields
+    seen = list(dict.fromkeys(key for record in sample for key in record))
+    wanted = "; or ".join(f"{' and '.join(REQUIRED[format])} ({format})" for format in formats)
+    raise SourceError(
+        f"{name}: required are the fields {wanted}; found {', '.join(map(repr, seen[:20])) or 'none'}; "
+        'name them, for example fields = {"text": "body"}'
+    )
+
+
+def _candidates(given: Mapping[str, str]) -> list[str]:
+    """The formats that the given fields allow."""
+    fits = [
+        format
+        for format, required in REQUIRED.items()
+        if set(given) <= {*required, *OPTIONAL.get(format, ())}
+    ]
+    if not fits:
+        formats = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items())
+        raise SourceError(
+            f"source.fields: {', '.join(given)} do not belong to one format; formats and their fields are {formats}"
+        )
+    return fits
+
+
+def _mapping(
+    format: str, given: Mapping[str, str], sample: Sequence[Mapping[str, Any]]
+) -> dict[str, str] | None:
+    """All fields of `format`, or None where a required one is not in the sample."""
+    fields: dict[str, str] = {}
+    for ours in REQUIRED[format]:
+        if ours in given:  # taken at its word: a value of a wrong type is the fault of its row
+            theirs = given[ours] if _values(given[ours], sample) else None
+        else:
+            free = (name for name in ALIASES[ours] if name not in fields.values())
+            theirs = next((name for name in free if _looks_like(ours, name, sample)), None)
+        if theirs is None:
+            return None
+        fields[ours] = theirs
+    if fields.get("prompt") == "instruction" and "prompt" not in given:
+        for part in _INSTRUCTION_INPUTS:
+            if part not in fields.values() and _looks_like("prompt", part, sample):
+                fields["prompt"] = f"instruction{JOIN}{part}"
+                break
+    for ours in OPTIONAL.get(format, ()):
+        fields[ours] = given.get(ours, ours)
+    return fields
+
+
+def _values(name: str, sample: Sequence[Mapping[str, Any]]) -> list[Any]:
+    return [value for record in sample if not is_missing(value := find(record, name))]
+
+
+def _looks_like(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some record has the field and its first value is no number or object (null may be any)."""
+    values = _values(name, sample)
+    first = next((value for value in values if value is not None), None)
+    wanted = (list, str) if ours in ("messages", "input_ids") else (str,)
+    return bool(values) and (first is None or isinstance(first, wanted))
+
+
+# ------------------------------------------------------------------ sample
+
+
+def _first_sample(inputs: Sequence[InputFile]) -> tuple[list[dict[str, Any]], str, RowFault | None]:
+    """Records of the first input that has any; else the first reason why not."""
+    name, fault = inputs[0].path, None
+    for input in inputs:
+        rows = []
+        for row in islice(_sample(input), _SAMPLE_RECORDS):
+            if not isinstance(row, RowFault):
+                rows.append(row)
+            elif fault is None:
+                name, fault = input.path, row
+        if rows:
+            return rows, input.path, None
+    return [], name, fault
+
+
+def _sample(input: InputFile) -> Iterator[dict[str, Any] | RowFault]:
+    with open_stream(input, max_unpacked_bytes=MAX_UNPACKED_BYTES) as stream:
+        if input.reader in ("parquet", "arrow"):
+            yield from _table_sample(input, stream)
+        else:
+            yield from _line_sample(stream)
+
+
+def _line_sample(stream: Any) -> Iterator[dict[str, Any] | RowFault]:
+    num_bytes = 0
+    first = True
+    for lines in read_lines(stream, max_bytes=_FIRST_RECORD_BYTES, block_bytes=MIB // 4):
+        for raw in lines:
+            if isinstance(raw, TooLong):
+                yield RowFault(f"the record has {raw.num_bytes} bytes")
+                return
+            num_bytes += len(raw)
+            text = raw.removeprefix(BOM) if first else raw
+            first = False
+            if text and not text.isspace():
+                try:
+                    yield parse_object(text)
+                except RowFault as fault:
+                    yield fault
+        if num_bytes > _SAMPLE_BYTES:
+            return
+
+
+def _table_sample(input: InputFile, stream: Any) -> Iterator[dict[str, Any] | RowFault]:
+    with tempfile.TemporaryFile() as unpacked:
+        file = stream
+        if input.compression is not None:
+            for block in blocks(stream):
+                unpacked.write(block)
+            unpacked.seek(0)
+            file = unpacked
+        with tabular.open_table(input.path, file, input.reader) as table:
+            if input.reader == "parquet":
+                yield from tabular.parquet_rows(table, table.schema_arrow.names)
+            else:
+                yield from tabular.arrow_rows(table, frozenset(table.schema.names))

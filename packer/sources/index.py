@@ -1,0 +1,171 @@
+"""The one pass over an input that makes it seekable: a runner task a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from packer.sources import tabular
+from packer.sources.convert import LineSpool, open_raw, table_lines
+from packer.sources.files import content_digests
+from packer.sources.lines import LineIndexer
+from packer.sources.parse import roots
+from packer.sources.streams import blocks, changed, open_input, open_stream, spool, spool_key
+from packer.sources.values import MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, SourceError, Unit
+from packer.spec import InputFile
+from packer.store import LocalStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """One call of `index_input`, with what was found out about it."""
+
+    input: InputFile
+    store: LocalStore
+    work_key: str
+    random_access: bool
+    names: frozenset[str]  # that columns in use may have
+    max_unpacked_bytes: int
+    max_row_bytes: int
+    mtime_ns: int
+
+    def key(self, *what: str) -> str:
+        return spool_key(self.work_key, self.input, *what)
+
+    def file(self, **values: Any) -> RecordFile:
+        return RecordFile(input=self.input, mtime_ns=self.mtime_ns, **values)
+
+    def spool(self, key: str | None) -> contextlib.AbstractContextManager[BinaryIO | None]:
+        return contextlib.nullcontext() if key is None else spool(self.store, key)
+
+
+def index_input(
+    input: InputFile,
+    *,
+    store: LocalStore,
+    work_key: str,
+    random_access: bool,
+    fields: Mapping[str, str],
+    max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
+    max_row_bytes: int = MAX_ROW_BYTES,
+) -> FileIndex:
+    """Count an input's records and find where reading can begin; spool what is not seekable.
+
+    Spools and offsets lie under `work_key`, named by content and use; a repeated call writes the same.
+    `random_access` is what a shuffle needs: the place of every record. `fields` (our names: names in
+    the source) says which columns of a table are in use. Memory is bounded whatever the file's size.
+    Raises SourceError for a file that is not what it should be, StoreError where the store is full.
+    """
+    task = _Task(
+        input=input,
+        store=store,
+        work_key=work_key,
+        random_access=random_access,
+        names=roots(fields),
+        max_unpacked_bytes=max_unpacked_bytes,
+        max_row_bytes=max_row_bytes,
+        mtime_ns=_check_identity(input),
+    )
+    index = _INDEXERS[input.reader](task)
+    with open_input(input.path) as file:
+        now = os.fstat(file.fileno())
+    if (now.st_size, now.st_mtime_ns) != (input.num_bytes, task.mtime_ns):
+        raise changed(input, "while it was indexed")
+    return index
+
+
+def _check_identity(input: InputFile) -> int:
+    """The time of the input's last change, once its content is known to be what was resolved."""
+    with open_input(input.path) as file:
+        now = os.fstat(file.fileno())
+    if now.st_size != input.num_bytes:
+        raise changed(input, f"{input.num_bytes} bytes when the dataset was posted, {now.st_size} now")
+    # Another time need not mean other content: a copy or a touch leaves the dataset what it was.
+    if now.st_mtime_ns != input.mtime_ns and content_digests([(Path(input.path), input.num_bytes)]) != [
+        input.digest
+    ]:
+        raise changed(input, "other content than when the dataset was posted")
+    return now.st_mtime_ns
+
+
+def _index_lines(task: _Task) -> FileIndex:
+    key = task.key()
+    offsets_key = f"{key}.offsets" if task.random_access else None
+    unpacked_key = f"{key}.jsonl" if task.input.compression else None
+    with (
+        open_stream(task.input, max_unpacked_bytes=task.max_unpacked_bytes) as stream,
+        task.spool(offsets_key) as offsets,
+        task.spool(unpacked_key) as unpacked,
+    ):
+        indexer = LineIndexer(offsets)
+        for block in blocks(stream):
+            indexer.feed(block)
+            if unpacked is not None:
+                unpacked.write(block)
+        marks = indexer.finish()
+    file = task.file(
+        layout="lines",
+        unit="line",
+        num_records=indexer.num_records,
+        num_bytes=indexer.num_bytes,
+        spool=unpacked_key,
+        offsets=offsets_key,
+    )
+    return FileIndex(file=file, marks=marks)
+
+
+def _index_converted(task: _Task, lines: Iterable[bytes], unit: Unit, *what: str) -> FileIndex:
+    """Spool `lines`, whatever they were made from."""
+    key = task.key(*what)
+    offsets_key = f"{key}.offsets" if task.random_access else None
+    with task.spool(offsets_key) as offsets, spool(task.store, f"{key}.jsonl") as file:
+        lines_out = LineSpool(file, offsets)
+        for line in lines:
+            lines_out.write(line)
+        marks = lines_out.finish()
+    record_file = task.file(
+        layout="lines",
+        unit=unit,
+        num_records=lines_out.num_records,
+        num_bytes=lines_out.num_bytes,
+        spool=f"{key}.jsonl",
+        converted=True,
+        offsets=offsets_key,
+    )
+    return FileIndex(file=record_file, marks=marks)
+
+
+def _index_table(task: _Task) -> FileIndex:
+    input = task.input
+    with _open_table(task) as table:
+        if input.reader == "parquet":
+            columns = tabular.columns_in_use(table.schema_arrow, task.names)
+            marks, num_bytes = tabular.parquet_marks(table, columns)
+            by_groups = tabular.fits_partitions(marks, num_bytes) and input.compression is None
+            if by_groups and not task.random_access:
+                num_records = table.metadata.num_rows
+                file = task.file(layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes)
+                return FileIndex(file=file, marks=marks)
+            rows = tabular.parquet_rows(table, columns)
+        else:
+            rows = tabular.arrow_rows(table, task.names)
+        return _index_converted(task, table_lines(rows), "row", *sorted(task.names))
+
+
+@contextlib.contextmanager
+def _open_table(task: _Task) -> Iterator[Any]:
+    raw_key = f"{task.key()}-{os.getpid()}.{task.input.reader}"
+    with (
+        open_raw(task.input, task.store, raw_key, task.max_unpacked_bytes) as raw,
+        tabular.open_table(task.input.path, raw, task.input.reader) as table,
+    ):
+        yield table
+
+
+_INDEXERS = {"jsonl": _index_lines, "parquet": _index_table, "arrow": _index_table}

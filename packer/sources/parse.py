@@ -1,0 +1,126 @@
+"""One line of JSON to one row under padfree's names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+_EXCERPT = 40
+_MISSING = object()
+JOIN = "+"  # "instruction+input": both texts, a blank line between them
+
+
+class RowFault(ValueError):
+    """Why a record cannot be read. Its text is a RowError's reason."""
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of one line. Raises RowFault.
+
+    NaN and Infinity, which Python writes, are accepted: they matter only in a field that is used.
+    """
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        value = _parse_slowly(raw)
+    if not isinstance(value, dict):
+        raise RowFault(f"not an object but {kind(value)}")
+    return value
+
+
+def _parse_slowly(raw: bytes) -> Any:
+    """What orjson refuses and JSON as Python writes it allows; else the reason."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowFault(f"not UTF-8 (byte {error.start + 1} of the line)") from None
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise RowFault(f"not JSON ({error.msg} at column {error.colno}): {excerpt(text)}") from None
+    except RecursionError:
+        raise RowFault("JSON nested too deeply (more than 1000 levels)") from None
+    except UnicodeEncodeError:
+        raise RowFault(
+            "not a Unicode text: half of a surrogate pair (\\ud800 to \\udfff) stands alone"
+        ) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise RowFault(f"not JSON that can be read ({error})") from None
+    return value
+
+
+def excerpt(text: str) -> str:
+    """The beginning of a text, for a message."""
+    return repr(text if len(text) <= _EXCERPT else f"{text[:_EXCERPT]}…")
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {list: "a list", str: "a text", type(None): "null", bool: "true or false", dict: "an object"}
+    return names.get(type(value), "a number")
+
+
+class FieldPicker:
+    """Takes the fields in use out of an object, under padfree's names.
+
+    A source name is a key, else a dotted path (`r.b`), else several of these joined by "+" (texts with
+    a blank line between them; empty and missing ones are left out). A field that is not there is
+    left out of the row.
+    """
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self._plain = [(ours, theirs) for ours, theirs in fields.items() if not _is_path(theirs)]
+        self._paths = [(ours, theirs) for ours, theirs in fields.items() if _is_path(theirs)]
+
+    def __call__(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        row = {ours: record[theirs] for ours, theirs in self._plain if theirs in record}
+        for ours, theirs in self._paths:
+            value = find(record, theirs)
+            if value is not _MISSING:
+                row[ours] = value
+        return row
+
+
+def _is_path(name: str) -> bool:
+    return "." in name or JOIN in name
+
+
+def find(record: Mapping[str, Any], name: str) -> Any:
+    """The value of a source name in a record; `is_missing` tells whether there was one."""
+    if name in record:
+        return record[name]
+    if JOIN in name:
+        return _joined([find(record, part) for part in name.split(JOIN)])
+    value: Any = record
+    for key in name.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return _MISSING
+        value = value[key]
+    return value
+
+
+def is_missing(value: Any) -> bool:
+    return value is _MISSING
+
+
+def _joined(parts: list[Any]) -> Any:
+    if is_missing(parts[0]):
+        return _MISSING
+    parts = [part for part in parts if not is_missing(part) and part is not None]
+    for part in parts:
+        if not isinstance(part, str):
+            return part  # the renderer says what it found and what is wanted
+    return "\n\n".join(part for part in parts if part) if parts else None
+
+
+def roots(fields: Mapping[str, str]) -> frozenset[str]:
+    """Every name that a column in use could have: whole names, and first keys of paths."""
+    names: set[str] = set()
+    for theirs in fields.values():
+        for part in (theirs, *theirs.split(JOIN)):
+            names |= {part, part.split(".")[0]}
+    return frozenset(names)

@@ -1,0 +1,177 @@
+"""Parquet and Arrow files: row groups read in batches, or spooled to JSON Lines for random access.
+
+Parquet is read by row group where that will do: source order, and row groups no larger than a
+partition. Else (a shuffle, large row groups, any Arrow file) the columns in use are spooled once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from packer.sources.parse import RowFault
+from packer.sources.partitions import MAX_PARTITION_BYTES
+from packer.sources.values import MARK, MIB, SourceError
+
+# A batch holds few rows: what a row takes once decoded is not known before (dictionaries).
+_BATCH_ROWS = 256
+_BATCH_BYTES = 8 * MIB
+
+
+@contextlib.contextmanager
+def open_table(path: str, file: Any, reader: str) -> Iterator[Any]:
+    """A ParquetFile or Arrow reader over an open file; what Arrow raises becomes a SourceError."""
+    try:
+        if reader == "parquet":
+            # Pages are streamed: with pre_buffer a whole row group would be held.
+            with pq.ParquetFile(file, pre_buffer=False, buffer_size=MIB) as parquet:
+                yield parquet
+        else:
+            yield _open_arrow(file)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk, not of the file's content
+        raise SourceError(
+            f"{path}: cannot be read as {reader}: {str(error).splitlines()[0] if str(error) else error!r}; "
+            "write it again, or convert it to .jsonl"
+        ) from error
+
+
+def _open_arrow(file: Any) -> Any:
+    magic = file.read(6)
+    file.seek(0)
+    return pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
+
+
+def columns_in_use(schema: pa.Schema, names: frozenset[str]) -> list[str]:
+    """The columns that the fields in use could mean, in the file's order."""
+    return [name for name in schema.names if name in names]
+
+
+def parquet_marks(parquet: pq.ParquetFile, columns: list[str]) -> tuple[np.ndarray, int]:
+    """A mark for each row group that has rows, and the text's bytes in all."""
+    marks = []
+    ordinal = num_bytes = 0
+    for number in range(parquet.num_row_groups):
+        num_rows = parquet.metadata.row_group(number).num_rows
+        if num_rows:
+            marks.append((ordinal, number, ordinal + 1, num_bytes))
+        ordinal += num_rows
+        num_bytes += _column_bytes(parquet, number, columns)
+    return np.array(marks, MARK), num_bytes
+
+
+def _column_bytes(parquet: pq.ParquetFile, group: int, columns: list[str]) -> int:
+    about = parquet.metadata.row_group(group)
+    wanted = set(columns)
+    chunks = (about.column(i) for i in range(about.num_columns))
+    return sum(
+        c.total_uncompressed_size
+        for c in chunks
+        if wanted & {c.path_in_schema, c.path_in_schema.split(".")[0]}
+    )
+
+
+def fits_partitions(marks: np.ndarray, num_bytes: int) -> bool:
+    """Whether every row group is small enough to be the unit of work."""
+    return not np.any(np.diff(np.append(marks["num_bytes"], num_bytes)) > MAX_PARTITION_BYTES)
+
+
+def parquet_rows(
+    parquet: pq.ParquetFile, columns: list[str], group: int = 0
+) -> Iterator[dict[str, Any] | RowFault]:
+    """The rows from row group `group` on, columns in use alone; a RowFault stands for one unreadable."""
+    groups = list(range(group, parquet.num_row_groups))
+    if not columns:  # nothing of what is wanted is there: rows all the same, so that they are counted
+        for number in groups:
+            yield from ({} for _ in range(parquet.metadata.row_group(number).num_rows))
+        return
+    exotic = not all(_is_plain(parquet.schema_arrow.field(name).type) for name in columns)
+    for number in groups:
+        num_rows = parquet.metadata.row_group(number).num_rows
+        a_row = _column_bytes(parquet, number, columns) // max(1, num_rows) + 1
+        batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
+        batches = parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
+        for batch in batches:
+            yield from batch_rows_of(batch, exotic)
+
+
+def arrow_rows(reader: Any, names: frozenset[str]) -> Iterator[dict[str, Any] | RowFault]:
+    """The rows of an Arrow file or stream, columns in use alone."""
+    columns = columns_in_use(reader.schema, names)
+    exotic = not all(_is_plain(reader.schema.field(name).type) for name in columns)
+    is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
+    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+    for whole in batches:
+        batch = whole.select(columns)
+        a_row = batch.nbytes // max(1, batch.num_rows) + 1
+        step = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
+        for start in range(0, whole.num_rows, step):
+            if columns:
+                yield from batch_rows_of(batch.slice(start, step), exotic)
+            else:
+                yield from ({} for _ in range(min(step, whole.num_rows - start)))
+
+
+def batch_rows_of(batch: pa.RecordBatch, exotic: bool) -> Iterator[dict[str, Any] | RowFault]:
+    """A batch as Python rows. `exotic` values (bytes, times, decimals) are made what JSON can hold."""
+    try:
+        rows = batch.to_pylist()
+    except UnicodeDecodeError as error:  # text that is not UTF-8: find the rows that hold it
+        if batch.num_rows == 1:
+            yield RowFault(f"not UTF-8 ({error.reason} at byte {error.start + 1} of a text)")
+            return
+        for row in range(batch.num_rows):
+            yield from batch_rows_of(batch.slice(row, 1), exotic)
+        return
+    if not exotic:
+        yield from rows
+        return
+    for row in rows:
+        try:
+            yield orjson.loads(dump(row))
+        except RowFault as fault:
+            yield fault
+
+
+def dump(row: dict[str, Any]) -> bytes:
+    """A row as one line of JSON. Raises RowFault where it cannot be said in JSON."""
+    try:
+        return orjson.dumps(row, default=_as_text, option=orjson.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        raise RowFault(str(error.__cause__ or error)) from None
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError("bytes that are not UTF-8 text") from None
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    return str(value)
+
+
+def _is_plain(of: pa.DataType) -> bool:
+    if pa.types.is_dictionary(of):
+        return _is_plain(of.value_type)
+    if pa.types.is_struct(of):
+        return all(_is_plain(of.field(i).type) for i in range(of.num_fields))
+    if pa.types.is_list(of) or pa.types.is_large_list(of) or pa.types.is_fixed_size_list(of):
+        return _is_plain(of.value_type)
+    return (
+        pa.types.is_string(of)
+        or pa.types.is_large_string(of)
+        or pa.types.is_integer(of)
+        or pa.types.is_floating(of)
+        or pa.types.is_boolean(of)
+        or pa.types.is_null(of)
+    )

@@ -1,0 +1,171 @@
+"""The values that pass between the steps of reading, and the one error of this package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.spec import InputFile
+
+MIB = 1 << 20
+
+# A record longer than this is rejected with its size: parsing needs several times as much memory.
+MAX_ROW_BYTES = 256 * MIB
+# What one compressed file may unpack to. Generous: it stops files that were made to fill the disk.
+MAX_UNPACKED_BYTES = 256 << 30
+# A partition may begin at about every such many bytes of text without reading what comes before.
+MARK_BYTES = MIB
+
+# Which place in a file a number means: a line of text, a row of a table, a value of a JSON file.
+Unit = Literal["line", "row", "record"]
+# "lines": one JSON value a line. "rows": a table with row groups. "document": one text, one record.
+Layout = Literal["lines", "rows", "document"]
+
+# Where a reader can begin: `ordinal` of the record within its file, where it lies (`offset`: bytes, or
+# the number of the row group), its `line`, and how much text (`num_bytes`) comes before it.
+MARK = np.dtype([("ordinal", "<i8"), ("offset", "<i8"), ("line", "<i8"), ("num_bytes", "<i8")])
+# One a record, and one more for the end: what random access needs.
+OFFSET = np.dtype([("offset", "<i8"), ("line", "<i8")])
+
+
+class SourceError(ValueError):
+    """An input cannot be read. Permanent: the message names the file and says what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where a record stands. `number` counts from 1 in `unit`s."""
+
+    file: str
+    number: int
+    unit: Unit = "line"
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowError:
+    """A record that could not be read. It takes an example id all the same."""
+
+    example_id: int
+    file: str
+    line: int | None  # counted from 1; `unit` says of what
+    reason: str
+    unit: Unit = "line"
+
+    @property
+    def location(self) -> str:
+        return f"{self.file}, {self.unit} {self.line}"
+
+
+class Locations(Sequence[Location]):
+    """Locations of a batch of records, made only when one is asked for."""
+
+    __slots__ = ("_files", "_numbers", "_which")
+
+    def __init__(
+        self, files: Sequence[tuple[str, Unit]], which: NDArray[np.int64], numbers: NDArray[np.int64]
+    ) -> None:
+        self._files, self._which, self._numbers = files, which, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Location: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Location]: ...
+    def __getitem__(self, index: int | slice) -> Location | Sequence[Location]:
+        if isinstance(index, slice):
+            return Locations(self._files, self._which[index], self._numbers[index])
+        file, unit = self._files[int(self._which[index])]
+        return Location(file=file, number=int(self._numbers[index]), unit=unit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Records:
+    """A batch of records in stream order.
+
+    example_ids: (k,) int64, 0-based ordinals in the source. rows: k objects under padfree's names
+    (text | prompt, completion | messages, tools | input_ids, labels); a field that a record has not
+    is left out. errors: records of this part of the stream that could not be read.
+    """
+
+    example_ids: NDArray[np.int64]
+    rows: list[dict[str, Any]]
+    locations: Locations
+    errors: list[RowError]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordFile:
+    """Where the records of one input lie, and in what form."""
+
+    input: InputFile
+    layout: Layout
+    unit: Unit
+    num_records: int
+    num_bytes: int  # of text: what partitions are measured by
+    mtime_ns: int  # of the input when it was indexed
+    spool: str | None = None  # store key of the records, where they are not read from the input itself
+    converted: bool = False  # the spool was made from another form: "!" begins a line that tells why not
+    offsets: str | None = None  # store key of an array of OFFSET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FileIndex:
+    """What one pass over an input found: its records and where reading can begin."""
+
+    file: RecordFile
+    marks: np.ndarray  # of MARK; the first is the first record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of one file's records, [start, stop) within the file; `mark` is where to begin reading.
+
+    `first` is the example id of the file's first record.
+    """
+
+    file: RecordFile
+    first: int
+    start: int
+    stop: int
+    mark: tuple[int, int, int] = (0, 0, 1)  # ordinal, offset, line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """Stream positions [start, stop), of `num_records` in all.
+
+    Without a seed they are records in source order and `spans` are these records. With one, position
+    p is record permute(p), and `spans` are all files.
+    """
+
+    index: int
+    start: int
+    stop: int
+    num_records: int
+    seed: int | None
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much one record and one unpacked file may take."""
+
+    row_bytes: int = MAX_ROW_BYTES
+    unpacked_bytes: int = MAX_UNPACKED_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detected:
+    """What `detect_format` settled. Unpacks as (format, fields)."""
+
+    format: str
+    fields: Mapping[str, str] = field(default_factory=dict)
