@@ -156,7 +156,32 @@ def parse_spec(document: Any) -> Spec:
                 f"packing.{name}",
                 f'strategy "{strategy}" requires it (examples a {strategy}), found null; set a number',
             )
+    _check_layout(packing)
     return spec
+
+
+def _check_layout(packing: PackingSpec) -> None:
+    """Options of packing that do not go together."""
+    for name, plain in (("scope", "window"), ("balance", "none")):
+        value = getattr(packing, name)
+        if value != plain and packing.strategy != "best_fit":
+            raise SpecError(
+                f"packing.{name}",
+                f'"{value}" goes with strategy "best_fit", found strategy "{packing.strategy}"; leave it out',
+            )
+    pack = packing.max_tokens // packing.pack_multiple * packing.pack_multiple
+    longest = pack // packing.segment_multiple * packing.segment_multiple
+    if not longest:
+        raise SpecError(
+            "packing.max_tokens",
+            f"at least segment_multiple and pack_multiple is required, found {packing.max_tokens} with "
+            f"{packing.segment_multiple} and {packing.pack_multiple}; raise it",
+        )
+    if packing.overlong == "split" and packing.min_piece > (longest + 1) // 2:
+        raise SpecError(
+            "packing.min_piece",
+            f"at most {(longest + 1) // 2} is required, half of the longest segment, found {packing.min_piece}",
+        )
 
 
 def _parse(cls: type, document: Any, prefix: str) -> Any:

@@ -125,6 +125,11 @@ def plan(
     _check_options(chosen, numbers)
     array = _checked(lengths)
     capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    if capacity.segment < 1:
+        raise PackingError(
+            f"max_tokens must be at least segment_multiple and pack_multiple, found {max_tokens} with "
+            f"{segment_multiple} and {pack_multiple}; raise max_tokens"
+        )
     if strategy == "wrapped":
         return _wrapped(array, capacity, overlong)
     pieces = cut(array, capacity, overlong=overlong, truncate_side=truncate_side, min_piece=min_piece)

@@ -127,14 +127,15 @@ class _Window:
             room -= size
 
     def _exact_pair(self, room: int) -> tuple[int, int] | None:
-        """Places of two waiting pieces, the longer first, that fill `room` exactly; the longest such pair."""
+        """Places of two waiting pieces, the longer first, that fill `room` exactly: the most even pair."""
         waiting, shift, capacity = self.waiting, self.shift, self.capacity
         half = (room + 1) // 2
         pairs = exact_pairs(self.forward, self.backward, room=room, capacity=capacity)
         while pairs:
-            top = pairs.bit_length() - 1
-            pairs ^= 1 << top
-            longer, shorter = top + half, room - top - half
+            lowest = pairs & -pairs
+            pairs ^= lowest
+            longer = lowest.bit_length() - 1 + half
+            shorter = room - longer
             first = bisect_left(waiting, (longer + 1) << shift) - 1
             if first < 0 or waiting[first] >> shift != longer:
                 self._gone(longer)
@@ -150,5 +151,5 @@ class _Window:
         return None
 
     def _gone(self, size: int) -> None:
-        self.forward &= ~(1 << size)
-        self.backward &= ~(1 << (self.capacity - size))
+        self.forward ^= 1 << size
+        self.backward ^= 1 << (self.capacity - size)
