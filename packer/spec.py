@@ -180,7 +180,8 @@ def _check_layout(packing: PackingSpec) -> None:
     if packing.overlong == "split" and packing.min_piece > (longest + 1) // 2:
         raise SpecError(
             "packing.min_piece",
-            f"at most {(longest + 1) // 2} is required, half of the longest segment, found {packing.min_piece}",
+            f"at most {(longest + 1) // 2} is required, half of the longest segment, "
+            f"found {packing.min_piece}",
         )
 
 
@@ -276,6 +277,11 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(to_document(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
+# Fields that came after the first ids were given: at their defaults they are no part of an id.
+_LATER_PACKING_FIELDS = ("scope", "balance", "truncate_side", "min_piece")
+_PLAIN_PACKING = PackingSpec()
+
+
 def dataset_id(spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: str) -> str:
     """32 hex digits: a digest of all that decides the packed bytes, and of nothing else.
 
@@ -289,6 +295,9 @@ def dataset_id(spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: s
             "add_bos": spec.tokenizer.add_bos,
             "add_eos": spec.tokenizer.add_eos,
         }
+    for name in _LATER_PACKING_FIELDS:
+        if getattr(spec.packing, name) == getattr(_PLAIN_PACKING, name):
+            del document["packing"][name]
     document["inputs"] = [
         {"num_bytes": i.num_bytes, "digest": i.digest, "reader": i.reader, "compression": i.compression}
         for i in inputs
