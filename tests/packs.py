@@ -9,6 +9,7 @@ still being packed: `start_dataset`, then `commit_partition` at will, then `fini
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from packer.manifest import ROWS, Commit, Shard, dataset_key, shard_key, shard_rows, write_commit
+from packer.report import Counters
 from packer.shard import Pack, encode_shard
 from packer.spec import (
     Job,
@@ -169,14 +171,15 @@ def build_dataset(
     return dataset
 
 
-def _counters(packs: Sequence[Pack]) -> dict[str, int]:
+def _counters(packs: Sequence[Pack]) -> dict[str, Any]:
     rows = sum(pack.num_segments for pack in packs)
     tokens = sum(pack.num_tokens for pack in packs)
-    return {
-        "rows_in": rows,
-        "rows_packed": rows,
-        "tokens_in": tokens,
-        "tokens_packed": tokens,
-        "tokens_trained": sum(pack.num_trained for pack in packs),
-        "num_packs": len(packs),
-    }
+    counters = Counters(
+        rows_in=rows,
+        rows_packed=rows,
+        tokens_in=tokens,
+        tokens_packed=tokens,
+        tokens_trained=sum(pack.num_trained for pack in packs),
+        num_packs=len(packs),
+    )
+    return {**dataclasses.asdict(counters), "rejected": []}

@@ -1,0 +1,90 @@
+"""The application: routes, error answers and what they share, wired together."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from packer.runners import Runner
+from service import datasets, health, problems, shards, stream
+from service.auth import BearerTokens
+from service.requests import RequestContext
+from service.scheduler import Scheduler
+from service.settings import Settings
+from service.state import Service
+
+_WEB = Path(__file__).parent / "web"
+_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'self'", "Cache-Control": "no-cache"}
+
+
+def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None) -> FastAPI:
+    """The service on a store.
+
+    `runner` packs; where it is a function that makes one, that is called in the background. None: this
+    replica only serves what is in the store.
+    """
+    service = Service(settings)
+    if runner is not None:
+        service.scheduler = Scheduler(
+            service.store,
+            runner,
+            max_jobs=settings.max_jobs,
+            metrics=service.metrics,
+            on_commit=service.committed,
+        )
+
+    app = FastAPI(
+        title="padfree",
+        description="Tokenizes and packs datasets for LLM training, and streams packed batches to trainers.",
+        version=_version(),
+        docs_url=None,  # its page loads scripts from elsewhere; ours does not
+        redoc_url=None,
+        lifespan=_lifespan,
+    )
+    app.state.padfree = service
+    for router in (datasets.router, shards.router, stream.router, health.router):
+        app.include_router(router)
+    _add_pages(app)
+    problems.install(app)
+    # The one added last is outermost: a refused request has an id and a log line too.
+    app.add_middleware(BearerTokens, tokens=settings.tokens)
+    app.add_middleware(RequestContext, metrics=service.metrics)
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: Service = app.state.padfree
+    await service.start()
+    try:
+        yield
+    finally:
+        await service.stop()
+
+
+def _add_pages(app: FastAPI) -> None:
+    async def page(name: str) -> Response:
+        return FileResponse(_WEB / name, headers=_PAGE_HEADERS)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return await page("index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return await page("docs.html")
+
+    app.mount("/web", StaticFiles(directory=_WEB), name="web")
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("padfree")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "0"

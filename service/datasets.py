@@ -1,0 +1,203 @@
+"""POST, list, view and delete datasets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from packer.manifest import dataset_key
+from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
+from packer.store import LocalStore
+from packer.view import lock_key
+from service import problems
+from service.auth import known_parameters_only
+from service.feeds import CANCELLED
+from service.schemas import DatasetList, DatasetView, SpecModel
+from service.state import Service, service_of
+
+log = logging.getLogger("padfree.service")
+
+_CANCEL_WAIT_S = 30.0
+
+router = APIRouter(prefix="/v1", tags=["datasets"])
+
+
+@router.post(
+    "/datasets",
+    status_code=202,
+    response_model=DatasetView,
+    responses={
+        200: {"model": DatasetView, "description": "Known already: no work is done twice"},
+        **problems.documented(400, 401, 413, 422, 507),
+    },
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": SpecModel.model_json_schema()}},
+        }
+    },
+)
+async def post_dataset(
+    request: Request,
+    service: Service = Depends(service_of),  # noqa: B008
+) -> Response:
+    """Pack what a spec asks for. The same spec and content give the same dataset."""
+    if service.scheduler is None:
+        raise problems.read_only()
+    spec = _parse(await _body(request, service.settings.max_spec_bytes))
+    job = await service.long_in_thread(_resolve, spec, service)
+    is_new = await service.long_in_thread(_register, job, service.store)
+    if is_new:
+        service.scheduler.submit(job.dataset)
+    feed = await service.feeds.get(job.dataset)
+    view = await feed.view()
+    if view is None:  # deleted in this very moment
+        raise problems.unknown_dataset(job.dataset)
+    headers = {"Location": f"/v1/datasets/{job.dataset}"}
+    return JSONResponse(view, status_code=202 if is_new else 200, headers=headers)
+
+
+async def _body(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise problems.too_large(max_bytes)
+    return bytes(body)
+
+
+def _parse(body: bytes) -> Spec:
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise problems.malformed_json(f"a spec as a JSON object is required; {error}") from error
+    try:
+        return parse_spec(document)
+    except SpecError as error:
+        raise problems.bad_spec(error.field, error.detail) from error
+
+
+def _resolve(spec: Spec, service: Service) -> Job:
+    # Imported here: a replica that only serves loads neither tokenizers nor sources.
+    from packer.render import RenderError
+    from packer.resolve import resolve
+    from packer.sources import SourceError
+    from packer.tokenization import TokenizerError
+
+    try:
+        return resolve(spec, store=service.store, roots=service.settings.data_roots)
+    except SpecError as error:
+        raise problems.bad_spec(error.field, error.detail) from error
+    except SourceError as error:
+        raise problems.bad_spec(getattr(error, "field", None) or "source.paths", str(error)) from error
+    except (TokenizerError, RenderError) as error:
+        raise problems.bad_spec(getattr(error, "field", None) or "tokenizer.path", str(error)) from error
+
+
+def _register(job: Job, store: LocalStore) -> bool:
+    """Make the dataset known to all replicas. Returns whether there is work to do that nobody had."""
+    key = dataset_key(job.dataset)
+    if not store.exists(f"{key}/spec.json"):
+        for name in ("failed.json", CANCELLED):  # left by a removal that was killed half-way
+            store.delete(f"{key}/{name}")
+        store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
+        return True
+    if store.exists(f"{key}/finished.json") and not store.exists(f"{key}/{CANCELLED}"):
+        return False
+    stopped = [name for name in ("failed.json", CANCELLED) if store.exists(f"{key}/{name}")]
+    for name in stopped:  # what is committed stays and is not packed again
+        store.delete(f"{key}/{name}")
+    return bool(stopped)
+
+
+@router.get(
+    "/datasets",
+    response_model=DatasetList,
+    responses=problems.documented(401),
+    dependencies=[Depends(known_parameters_only)],
+)
+async def list_datasets(service: Service = Depends(service_of)) -> Response:  # noqa: B008
+    """All datasets of the store."""
+    views = await views_of_all(service)
+    return JSONResponse({"datasets": views})
+
+
+async def views_of_all(service: Service) -> list[dict[str, Any]]:
+    views = []
+    for dataset in await service.feeds.all_ids():
+        try:
+            view = await (await service.feeds.get(dataset)).view()
+        except problems.Problem:
+            continue  # removed meanwhile
+        if view is not None:
+            views.append(view)
+    return views
+
+
+@router.get(
+    "/datasets/{dataset}",
+    response_model=DatasetView,
+    responses=problems.documented(401, 404),
+    dependencies=[Depends(known_parameters_only)],
+)
+async def get_dataset(
+    dataset: str,
+    service: Service = Depends(service_of),  # noqa: B008
+) -> Response:
+    """One dataset: its state, progress, report, and why it failed."""
+    feed = await service.feeds.get(dataset)
+    view = await feed.view()
+    if view is None:
+        raise problems.unknown_dataset(dataset)
+    return JSONResponse(view)
+
+
+@router.delete(
+    "/datasets/{dataset}",
+    status_code=204,
+    response_class=Response,
+    responses=problems.documented(401, 404, 503),
+)
+async def delete_dataset(
+    dataset: str,
+    service: Service = Depends(service_of),  # noqa: B008
+) -> Response:
+    """Cancel a dataset that is packed, by whichever replica, then remove it. Open streams are cut off."""
+    feed = await service.feeds.get(dataset)
+    await service.in_thread(service.store.put, dataset_key(dataset, CANCELLED), b"{}")
+    feed.nudge()
+    if service.scheduler is not None:
+        service.scheduler.cancel(dataset)
+    until = time.monotonic() + _CANCEL_WAIT_S
+    while not await service.long_in_thread(_remove, service.store, dataset):
+        if time.monotonic() >= until:
+            raise problems.transient(
+                f"dataset {dataset} is cancelled, but its worker has not stopped yet; DELETE it again",
+                retry_after_s=5,
+            )
+        await asyncio.sleep(0.1)
+    service.feeds.drop(dataset)
+    service.files.forget(dataset_key(dataset))
+    log.info("dataset %s was removed", dataset)
+    return Response(status_code=204)
+
+
+def _remove(store: LocalStore, dataset: str) -> bool:
+    """Remove a cancelled dataset unless some process packs it. Returns whether it is gone."""
+    with store.lock(lock_key(dataset)) as mine:
+        if not mine:
+            return False
+        # In this order, so that a removal that is killed half-way leaves a cancelled dataset without
+        # commits, never commits without shards.
+        for name in ("finished.json", "commits", "shards", "work"):
+            store.delete(dataset_key(dataset, name))
+        store.delete(dataset_key(dataset, "spec.json"))
+        store.delete(dataset_key(dataset))
+    return True

@@ -1,0 +1,230 @@
+"""What is committed of each dataset, read once for all requests, and the wait for more.
+
+A Feed holds one dataset's manifest. Requests take immutable snapshots of it; while any of them waits,
+one task a dataset looks for new commits. Nothing here blocks the event loop: the store is read in
+threads, one read a dataset at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.manifest import Manifest, ManifestError, Shard, dataset_key, list_datasets
+from packer.store import LocalStore
+from packer.view import dataset_view
+from service import problems
+
+log = logging.getLogger("padfree.service")
+
+_DATASET = re.compile(r"[0-9a-f]{32}")
+_POLL_FIRST_S, _POLL_GROWTH, _POLL_LAST_S = 0.05, 1.3, 1.0
+_MAX_IDLE_FEEDS = 64  # a million packs' row index is 44 MB
+
+CANCELLED = "cancelled.json"  # a dataset's marker: not to be packed, and not to be served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """A dataset at one moment. Arrays and shards only ever grow, so it stays true of its part.
+
+    rows: (num_packs,) of manifest.ROWS. trained_ends: (num_packs + 1,) int64, trained tokens before
+    each pack. shards may have grown since: index it, do not iterate it. `stopped`: why no more packs
+    come although the dataset is not finished, as failed.json or cancelled.json tell it.
+    """
+
+    rows: np.ndarray
+    trained_ends: NDArray[np.int64]
+    shards: list[Shard]
+    num_shards: int
+    finished: bool
+    cancelled: bool = False
+    stopped: dict[str, Any] | None = None
+
+    @property
+    def num_packs(self) -> int:
+        return len(self.rows)
+
+    def raise_if_stopped(self, dataset: str) -> None:
+        """Raise the Problem of a dataset that cannot be served."""
+        if self.cancelled:
+            raise problems.dataset_cancelled(dataset)
+        if self.stopped is not None:
+            raise problems.dataset_failed(dataset, str(self.stopped.get("detail")), self.stopped.get("field"))
+
+
+class Feed:
+    """One dataset's manifest, shared by all requests of this process."""
+
+    def __init__(self, store: LocalStore, dataset: str, executor: Executor) -> None:
+        self.dataset = dataset
+        self._store, self._executor = store, executor
+        self._manifest = Manifest(store, dataset)
+        self._reading = asyncio.Lock()
+        self._changed = asyncio.Event()
+        self._nudged = asyncio.Event()
+        self._num_waiting = 0
+        self._poller: asyncio.Task[None] | None = None
+        self._snapshot: Snapshot | None = None
+        self._closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self._num_waiting == 0 and not self._reading.locked()
+
+    async def fresh(self) -> Snapshot:
+        """The dataset as the store has it now."""
+        if self._snapshot is not None and self._snapshot.finished:
+            return self._snapshot
+        return await self._in_thread(self._read)
+
+    async def view(self) -> dict[str, Any] | None:
+        """The contract's view of the dataset; None where the store does not have it."""
+        return await self._in_thread(self._read_view)
+
+    async def after(self, seen: Snapshot) -> Snapshot:
+        """Wait until the dataset is not as `seen` any more. Raises the Problem unknown-dataset."""
+        self._num_waiting += 1
+        try:
+            if self._poller is None or self._poller.done():
+                self._poller = asyncio.create_task(self._poll(), name=f"poll {self.dataset}")
+            while not self._closed:
+                if self._snapshot is not None and self._snapshot is not seen:
+                    return self._snapshot
+                await self._changed.wait()
+            raise problems.unknown_dataset(self.dataset)
+        finally:
+            self._num_waiting -= 1
+
+    def nudge(self) -> None:
+        """Something was committed by this process: do not wait for the next look."""
+        self._nudged.set()
+
+    def close(self) -> None:
+        """End every wait."""
+        self._closed = True
+        self._changed.set()
+        if self._poller is not None:
+            self._poller.cancel()
+
+    async def _in_thread(self, read: Callable[[], Any]) -> Any:
+        async with self._reading:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, read)
+
+    async def _poll(self) -> None:
+        pause_s = _POLL_FIRST_S
+        while self._num_waiting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._nudged.wait(), pause_s)
+            self._nudged.clear()
+            before = self._snapshot
+            try:
+                await self.fresh()
+            except OSError as error:  # a store that stumbles is asked again
+                log.warning("dataset %s cannot be read now: %s", self.dataset, error)
+            changed = self._snapshot is not before
+            pause_s = _POLL_FIRST_S if changed else min(pause_s * _POLL_GROWTH, _POLL_LAST_S)
+            if changed:
+                self._changed.set()
+                self._changed = asyncio.Event()
+
+    # In a thread, one at a time.
+
+    def _read(self) -> Snapshot:
+        stopped, cancelled = None, False
+        try:
+            self._manifest.refresh()
+            if self._manifest.finished is None:
+                gone = not self._store.exists(dataset_key(self.dataset, "spec.json"))
+                stopped = {"detail": "it was deleted"} if gone else self._manifest.failed()
+            cancelled = self._store.exists(dataset_key(self.dataset, CANCELLED))
+        except ManifestError as error:
+            log.error("%s", error)
+            stopped = {"title": "ManifestError", "detail": f"its manifest is damaged: {error}"}
+        old, rows = self._snapshot, self._manifest.rows
+        same = old is not None and (
+            (old.num_packs, old.finished) == (len(rows), self._manifest.finished is not None)
+            and (old.stopped, old.cancelled) == (stopped, cancelled)
+        )
+        if old is not None and same:
+            return old
+        self._snapshot = Snapshot(
+            rows=rows,
+            trained_ends=np.concatenate([[0], np.cumsum(rows["num_trained"], dtype=np.int64)]),
+            shards=self._manifest.shards,
+            num_shards=len(self._manifest.shards),
+            finished=self._manifest.finished is not None,
+            cancelled=cancelled,
+            stopped=stopped,
+        )
+        return self._snapshot
+
+    def _read_view(self) -> dict[str, Any] | None:
+        view = dataset_view(self._store, self.dataset, self._manifest)
+        if view is not None and self._store.exists(dataset_key(self.dataset, CANCELLED)):
+            view["state"] = "cancelled"
+        return view
+
+
+class Feeds:
+    """The feeds of the datasets that were asked for lately."""
+
+    def __init__(self, store: LocalStore, executor: Executor) -> None:
+        self._store, self._executor = store, executor
+        self._feeds: OrderedDict[str, Feed] = OrderedDict()
+
+    async def get(self, dataset: str) -> Feed:
+        """The feed of a dataset that the store has. Raises the Problem unknown-dataset."""
+        if not _DATASET.fullmatch(dataset):
+            raise problems.malformed_id()
+        loop = asyncio.get_running_loop()
+        key = dataset_key(dataset, "spec.json")
+        if not await loop.run_in_executor(self._executor, self._store.exists, key):
+            self.drop(dataset)
+            raise problems.unknown_dataset(dataset)
+        feed = self._feeds.get(dataset)
+        if feed is None:
+            feed = self._feeds[dataset] = Feed(self._store, dataset, self._executor)
+            self._shrink()
+        self._feeds.move_to_end(dataset)
+        return feed
+
+    async def all_ids(self) -> list[str]:
+        loop = asyncio.get_running_loop()
+        names = await loop.run_in_executor(self._executor, list_datasets, self._store)
+        return [name for name in names if _DATASET.fullmatch(name)]
+
+    def drop(self, dataset: str) -> None:
+        """Forget what was read: the dataset is gone, or its files are not what they were."""
+        feed = self._feeds.pop(dataset, None)
+        if feed is not None:
+            feed.close()
+
+    def nudge(self, dataset: str) -> None:
+        if (feed := self._feeds.get(dataset)) is not None:
+            feed.nudge()
+
+    def close(self) -> None:
+        for feed in self._feeds.values():
+            feed.close()
+        self._feeds.clear()
+
+    def _shrink(self) -> None:
+        for dataset in list(self._idle()):
+            if len(self._feeds) <= _MAX_IDLE_FEEDS:
+                return
+            self.drop(dataset)
+
+    def _idle(self) -> Iterator[str]:
+        newest = next(reversed(self._feeds), None)
+        return (name for name, feed in self._feeds.items() if feed.is_idle and name != newest)

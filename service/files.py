@@ -1,0 +1,95 @@
+"""Byte ranges of shard files, read straight into buffers, with few files open.
+
+`pread` and not a memory map: it costs one copy either way (a stream's headers are stamped), lets other
+threads run, and a file that was cut off under us is an error here, where a map would kill the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from packer.store import LocalStore
+
+
+class ShardMissing(OSError):
+    """A shard that the manifest lists is not there, or shorter than the manifest says."""
+
+
+class ShardFiles:
+    """Open shard files, the ones used last. Safe for threads."""
+
+    def __init__(self, store: LocalStore, *, max_open: int = 32) -> None:
+        self._store, self._max_open = store, max_open
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Handle] = OrderedDict()
+
+    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from byte `offset` of the shard. Raises ShardMissing."""
+        with self._handle(key) as descriptor:
+            filled = 0
+            while filled < len(buffer):
+                count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+                if count == 0:
+                    raise ShardMissing(
+                        f"{key} ends at byte {offset + filled}, {len(buffer) - filled} more are needed"
+                    )
+                filled += count
+
+    def num_bytes(self, key: str) -> int:
+        """Length of the shard file. Raises ShardMissing."""
+        with self._handle(key) as descriptor:
+            return os.fstat(descriptor).st_size
+
+    def forget(self, prefix: str) -> None:
+        """Close the files under a prefix, for a dataset that was deleted."""
+        with self._lock:
+            for key in [key for key in self._open if key.startswith(prefix)]:
+                self._open.pop(key).let_go()
+
+    def close(self) -> None:
+        self.forget("")
+
+    @contextlib.contextmanager
+    def _handle(self, key: str) -> Iterator[int]:
+        with self._lock:
+            handle = self._open.get(key)
+            if handle is None:
+                handle = self._open[key] = _Handle(self._descriptor(key))
+                while len(self._open) > self._max_open:
+                    self._open.popitem(last=False)[1].let_go()
+            self._open.move_to_end(key)
+            handle.num_users += 1
+        try:
+            yield handle.descriptor
+        finally:
+            with self._lock:
+                handle.num_users -= 1
+                handle.close_if_unused()
+
+    def _descriptor(self, key: str) -> int:
+        try:
+            return os.open(self._store.path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise ShardMissing(f"{key} is listed in the manifest and not there") from error
+
+
+class _Handle:
+    """A descriptor that closes when it is let go of and nobody reads from it. Used under the lock."""
+
+    __slots__ = ("descriptor", "is_kept", "num_users")
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.num_users, self.is_kept = descriptor, 0, True
+
+    def let_go(self) -> None:
+        self.is_kept = False
+        self.close_if_unused()
+
+    def close_if_unused(self) -> None:
+        if not self.is_kept and self.num_users == 0 and self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

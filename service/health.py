@@ -1,0 +1,62 @@
+"""Is the process alive, can it do its work, what does it count."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+
+from fastapi import APIRouter, Depends
+from starlette.responses import JSONResponse, Response
+
+from packer.store import LocalStore
+from service.datasets import views_of_all
+from service.metrics import CONTENT_TYPE
+from service.schemas import Readiness
+from service.state import Service, service_of
+
+router = APIRouter(tags=["operation"])
+
+_LEAST_FREE_BYTES = 64 << 20
+_COUNT_EVERY_S = 5.0  # datasets by state
+
+
+@router.get("/healthz", response_class=JSONResponse)
+async def healthz() -> dict[str, str]:
+    """The process is alive and its event loop turns."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
+async def readyz(service: Service = Depends(service_of)) -> Response:  # noqa: B008
+    """Whether this replica can do its work, and what is missing."""
+    checks = {"store": await service.in_thread(check_store, service.store)}
+    if service.stopping.is_set():
+        checks["service"] = "stopping"
+    if service.scheduler is not None:
+        checks["runner"] = service.scheduler.runner_state
+    ready = all(found == "ok" for found in checks.values())
+    return JSONResponse({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
+
+
+def check_store(store: LocalStore) -> str:
+    """ "ok", or why the store cannot be written."""
+    probe = store.root / f".tmp-ready-{uuid.uuid4().hex}"
+    try:
+        store.root.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+        space = os.statvfs(store.root)
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    free = space.f_bavail * space.f_frsize
+    return "ok" if free >= _LEAST_FREE_BYTES else f"only {free} bytes are free, make room"
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(service: Service = Depends(service_of)) -> Response:  # noqa: B008
+    """Prometheus text."""
+    if time.monotonic() >= service.count_again_s:  # it reads the store
+        service.count_again_s = time.monotonic() + _COUNT_EVERY_S
+        service.metrics.count_datasets(view["state"] for view in await views_of_all(service))
+    return Response(service.metrics.text(), media_type=CONTENT_TYPE)

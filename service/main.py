@@ -1,0 +1,94 @@
+"""Run the service: the one place where settings, runner, application and server are put together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from packer.runners import InlineRunner, Runner
+from service import logs
+from service.app import create_app
+from service.settings import Settings, SettingsError
+from service.state import Service
+
+log = logging.getLogger("padfree.service")
+
+
+def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
+    """The runner that the settings ask for; Ray is started later, in the background."""
+    if not settings.packing:
+        return None
+    if settings.workers == 0 and settings.ray_address is None:
+        return InlineRunner()
+
+    def ray() -> Runner:
+        from packer.runners.ray import RayRunner
+
+        return RayRunner(settings.ray_address, num_cpus=settings.workers)
+
+    return ray
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Open streams are cut off then."""
+    logs.configure(settings)
+    listener = bind(settings)
+    app = create_app(settings, runner_for(settings))
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
+    )
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("serving %s at http://%s:%d", settings.store, shown, port)
+    with _signals_end_in_order():
+        _Server(config, app.state.padfree).run(sockets=[listener])
+    return 0
+
+
+def bind(settings: Settings) -> socket.socket:
+    """A socket on the address of the settings. Raises SettingsError where it cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); "
+            "choose another --host or --port"
+        ) from error
+
+
+class _Server(uvicorn.Server):
+    """Tells the service to end its streams before it waits for them."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.begin_shutdown()
+        await super().shutdown(sockets)
+
+
+@contextlib.contextmanager
+def _signals_end_in_order() -> Iterator[None]:
+    """uvicorn raises the signal that ended it once more when all is done; that must not kill us."""
+
+    def ignore(number: int, frame: Any) -> None:
+        pass
+
+    before = {number: signal.signal(number, ignore) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,91 @@
+"""Prometheus metrics of one service: a registry of its own, nothing global."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCIES_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, math.inf)
+
+
+class Metrics:
+    """All metrics; names carry their unit."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # one more series for each, of no use
+        self.registry = CollectorRegistry(auto_describe=True)
+        r = self.registry
+        self.requests = Counter(
+            "padfree_http_requests_total", "Requests answered", ["route", "method", "status"], registry=r
+        )
+        self.request_seconds = Histogram(
+            "padfree_http_request_seconds",
+            "Time from a request to the end of its answer; streams are not counted",
+            ["route"],
+            buckets=_LATENCIES_S,
+            registry=r,
+        )
+        self.served_bytes = Counter("padfree_served_bytes_total", "Bytes of packs sent", ["kind"], registry=r)
+        self.streams_open = Gauge("padfree_streams_open", "Streams that are open now", registry=r)
+        self.streams_ended = Counter(
+            "padfree_streams_ended_total",
+            "Streams that ended: complete, disconnected by the client, or cut by the service",
+            ["how"],
+            registry=r,
+        )
+        self.first_batch_seconds = Histogram(
+            "padfree_first_batch_seconds",
+            "Time from a stream's request to its first step",
+            ["dataset_state"],
+            buckets=_LATENCIES_S,
+            registry=r,
+        )
+        self.wait_seconds = Counter(
+            "padfree_stream_wait_seconds_total",
+            "Time that streams waited, for packs that are not packed yet or for slow readers",
+            ["for_what"],
+            registry=r,
+        )
+        self.datasets = Gauge("padfree_datasets", "Datasets in the store", ["state"], registry=r)
+        self.jobs = Gauge(
+            "padfree_jobs", "Datasets that this process packs or will pack", ["state"], registry=r
+        )
+        self.jobs_ended = Counter(
+            "padfree_jobs_ended_total", "Packing runs of this process that ended", ["how"], registry=r
+        )
+        self.packed = {
+            name: Counter(f"padfree_packed_{name}_total", f"Committed by this process: {text}", registry=r)
+            for name, text in (
+                ("rows", "rows packed"),
+                ("tokens", "tokens packed"),
+                ("packs", "packs"),
+                ("shards", "shards"),
+                ("partitions", "partitions"),
+            )
+        }
+        self.rows_left_out = Counter(
+            "padfree_rows_left_out_total",
+            "Committed by this process: rows not packed",
+            ["reason"],
+            registry=r,
+        )
+        self.runner_ready = Gauge("padfree_runner_ready", "Whether packing can be done: 1 or 0", registry=r)
+
+    def count_datasets(self, states: Iterable[str]) -> None:
+        found = list(states)
+        for state in ("queued", "packing", "ready", "failed", "cancelled"):
+            self.datasets.labels(state).set(found.count(state))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,213 @@
+"""From a stream request to the bytes of its steps. Pure but for reading shard files.
+
+A stream is a sequence of messages. Where a message is one pack (batches="pack", or one pack a step) it
+is a byte range of a shard whose header is stamped; where a step of several packs is one message it is
+decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer import order, shard
+from packer.shard import Stamp
+from service.epochs import EpochOrder
+from service.feeds import Snapshot
+from service.files import ShardFiles
+
+_WINDOW = 1024  # messages planned at once
+_FILLER = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRequest:
+    """What one rank asks for. Checked where it is parsed."""
+
+    dataset: str
+    rank: int = 0
+    world_size: int = 1
+    packs_per_step: int = 1
+    epoch: int = 0
+    start: int = 0
+    shuffle_seed: int | None = None
+    max_steps: int | None = None
+    offset: int = 0
+    tail: Literal["drop", "pad"] = "drop"
+    batches: Literal["step", "pack"] = "step"
+
+    @property
+    def packs_a_step(self) -> int:
+        """Of all ranks together."""
+        return self.world_size * self.packs_per_step
+
+    @property
+    def is_merged(self) -> bool:
+        return self.batches == "step" and self.packs_per_step > 1
+
+
+def total_steps(request: StreamRequest, num_packs: int) -> int:
+    """Steps of the whole epoch from `offset`, once the dataset is finished with `num_packs`."""
+    return order.num_steps(
+        num_packs,
+        world_size=request.world_size,
+        packs_per_step=request.packs_per_step,
+        tail=request.tail,
+        offset=request.offset,
+    )
+
+
+def ready_steps(request: StreamRequest, snapshot: Snapshot) -> int:
+    """Steps that can be served now: all packs of the step, of every rank, are committed."""
+    if snapshot.finished:
+        return total_steps(request, snapshot.num_packs)
+    if request.epoch > 0:  # its order needs the number of packs
+        return 0
+    return max(0, snapshot.num_packs - request.offset) // request.packs_a_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Messages:
+    """Messages to send, in order, one pack each: (k,) each. pack is -1 for a filler."""
+
+    pack: NDArray[np.int64]
+    step: NDArray[np.int64]
+    num_items: NDArray[np.int64]
+    step_done: NDArray[np.bool_]
+
+
+def _messages(request: StreamRequest, epoch: EpochOrder, first: int, stop: int) -> _Messages:
+    """Messages first to stop of the rank, counted over its steps."""
+    index = np.arange(first, stop, dtype=np.int64)
+    step, within = np.divmod(index, request.packs_per_step)
+    start, _ = order.rank_positions(
+        0, rank=request.rank, world_size=request.world_size, packs_per_step=request.packs_per_step,
+        offset=request.offset,
+    )  # fmt: skip
+    position = start + step * request.packs_a_step + within
+    is_real = position < epoch.snapshot.num_packs
+    pack = np.full(len(index), _FILLER, np.int64)
+    pack[is_real] = epoch.packs(position[is_real])
+    bounds = request.offset + np.arange(step[0], step[-1] + 2, dtype=np.int64) * request.packs_a_step
+    items = epoch.num_trained(bounds)
+    return _Messages(
+        pack=pack,
+        step=step,
+        num_items=items[step - step[0]],
+        step_done=within == request.packs_per_step - 1,
+    )
+
+
+class ChunkReader:
+    """Reads the bytes of steps `first` to `stop` of a stream, in chunks of about the size asked for."""
+
+    def __init__(
+        self, request: StreamRequest, epoch: EpochOrder, files: ShardFiles, *, first: int, stop: int
+    ) -> None:
+        self._request, self._epoch, self._files = request, epoch, files
+        self._next = first * request.packs_per_step  # message
+        self._stop = stop * request.packs_per_step
+        self._window: _Messages | None = None
+        self._at = 0  # within the window
+
+    def read(self, max_bytes: int) -> memoryview | None:
+        """The next chunk: at least one message, else at most `max_bytes`. None at the end.
+
+        Raises ShardMissing or shard.ShardError for files that are not what the manifest says.
+        """
+        if self._window is None or self._at == len(self._window.pack):
+            if self._next >= self._stop:
+                return None
+            size = max(1, _WINDOW // self._request.packs_per_step) * self._request.packs_per_step
+            # Merged steps are planned whole, whatever their size; single packs need not be.
+            size = size if self._request.is_merged else min(size, _WINDOW)
+            end = min(self._next + size, self._stop)
+            self._window, self._at = _messages(self._request, self._epoch, self._next, end), 0
+            self._next = end
+        window = self._window
+        if self._request.is_merged:
+            stop = self._at + self._request.packs_per_step
+            data = memoryview(self._merged(window, self._at, stop))
+        else:
+            stop = self._fitting(window, max_bytes)
+            data = self._single(window, self._at, stop)
+        self._at = stop
+        return data
+
+    def _fitting(self, window: _Messages, max_bytes: int) -> int:
+        rows = self._epoch.snapshot.rows
+        packs = window.pack[self._at :]
+        sizes = rows["header_bytes"][packs].astype(np.int64) + rows["body_bytes"][packs]
+        count = int(np.searchsorted(np.cumsum(sizes), max_bytes, side="right"))
+        return self._at + max(1, count)
+
+    def _single(self, window: _Messages, first: int, stop: int) -> memoryview:
+        """Messages of one pack each; those of fillers are made."""
+        packs = window.pack[first:stop]
+        real = packs != _FILLER
+        data, starts, headers = self._read(packs[real])
+        for at, size, step, items, done in zip(
+            starts, headers, window.step[first:stop][real].tolist(),
+            window.num_items[first:stop][real].tolist(), window.step_done[first:stop][real].tolist(),
+            strict=True,
+        ):  # fmt: skip
+            data[at : at + size] = shard.stamped(
+                data[at : at + size], epoch=self._request.epoch, step=step, num_items=items, step_done=done
+            )
+        # Fillers stand behind the last real pack of the epoch, so behind all others here.
+        fillers = [self._filler(window, index) for index in range(first, stop) if not real[index - first]]
+        return memoryview(b"".join((data, *fillers))) if fillers else data
+
+    def _filler(self, window: _Messages, index: int) -> bytes:
+        return shard.encode_message([shard.padding_pack()], stamp=self._stamp(window, index, padding=True))
+
+    def _merged(self, window: _Messages, first: int, stop: int) -> bytes:
+        """One step of several packs as one message."""
+        packs = window.pack[first:stop]
+        real = packs[packs != _FILLER]
+        data, starts, _ = self._read(real)
+        ends = [*starts[1:], len(data)]
+        merged = [
+            pack
+            for start, end in zip(starts, ends, strict=True)
+            for pack in shard.decode_message(data[start:end])
+        ]
+        merged += [shard.padding_pack()] * (len(packs) - len(real))
+        stamp = self._stamp(window, stop - 1, padding=len(real) == 0)
+        return shard.encode_message(merged, stamp=stamp)
+
+    def _stamp(self, window: _Messages, index: int, *, padding: bool) -> Stamp:
+        return Stamp(
+            epoch=self._request.epoch,
+            step=int(window.step[index]),
+            num_items=int(window.num_items[index]),
+            step_done=bool(window.step_done[index]),
+            padding=padding,
+        )
+
+    def _read(self, packs: NDArray[np.int64]) -> tuple[memoryview, list[int], list[int]]:
+        """The messages of `packs`, end to end; where each starts; how long its header is."""
+        rows = self._epoch.snapshot.rows[packs]
+        sizes = rows["header_bytes"].astype(np.int64) + rows["body_bytes"]
+        ends = np.cumsum(sizes)
+        data = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8).data
+        for first, stop in _runs(rows, sizes):
+            start = int(ends[first] - sizes[first])
+            key = self._epoch.snapshot.shards[int(rows["shard"][first])].key
+            self._files.read_into(key, int(rows["offset"][first]), data[start : int(ends[stop - 1])])
+        return data, (ends - sizes).tolist(), rows["header_bytes"].tolist()
+
+
+def _runs(rows: np.ndarray, sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Stretches of packs that lie end to end in one shard: one read each."""
+    if len(rows) == 0:
+        return
+    ends = rows["offset"] + sizes
+    breaks = (rows["shard"][1:] != rows["shard"][:-1]) | (rows["offset"][1:] != ends[:-1])
+    borders = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
+    yield from itertools.pairwise(borders)

@@ -1,0 +1,241 @@
+"""Packs the datasets of the store, a few at a time, in the order they came.
+
+The store says what is to be done: a dataset with a spec that is neither finished, failed nor cancelled.
+So the scheduler goes on after a restart, and several replicas may run on one store: a dataset belongs
+to whoever holds its lock, and is taken over when that process is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from packer.manifest import Manifest, dataset_key, list_datasets
+from packer.runners import Runner
+from packer.spec import Job, SpecError, job_from_document
+from packer.store import LocalStore
+from service.feeds import CANCELLED
+from service.metrics import Metrics
+
+log = logging.getLogger("padfree.service")
+
+_SCAN_S = 2.0  # between two looks for work of other processes
+_RUNNER_RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class Scheduler:
+    """Threads that pack. `start`, then `submit` at will, then `stop`.
+
+    `runner` is one, or makes one: that is done in a thread, and tried again when it fails, so that what
+    is packed is served while Ray is not there. `on_commit(dataset)` is called from those threads.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        runner: Runner | Callable[[], Runner],
+        *,
+        max_jobs: int,
+        metrics: Metrics,
+        on_commit: Callable[[str], None],
+    ) -> None:
+        self._store, self._max_jobs, self._metrics, self._on_commit = store, max_jobs, metrics, on_commit
+        self._make_runner = runner if callable(runner) else None
+        self._runner: Runner | None = None if callable(runner) else runner
+        self.runner_state = "ok" if self._runner is not None else "starting"
+        self._change = threading.Condition()
+        self._queue: list[str] = []
+        self._running: dict[str, threading.Event] = {}  # dataset: its cancel
+        self._settled: set[str] = set()  # datasets that need no work
+        self._stopping = False
+        self._threads: list[threading.Thread] = []
+        metrics.jobs.labels("queued").set_function(lambda: len(self._queue))
+        metrics.jobs.labels("packing").set_function(lambda: len(self._running))
+        metrics.runner_ready.set_function(lambda: float(self._runner is not None))
+
+    def start(self) -> None:
+        """Start the threads; go on with what the store has unfinished."""
+        names = ["runner and scan", *(f"pack {n}" for n in range(self._max_jobs))]
+        targets = [self._watch, *[self._work] * self._max_jobs]
+        for name, target in zip(names, targets, strict=True):
+            # Daemons: a task of the inline runner cannot be stopped, and need not be waited for.
+            thread = threading.Thread(target=target, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, dataset: str) -> None:
+        """Pack a dataset whose spec is in the store, when its turn comes."""
+        with self._change:
+            self._settled.discard(dataset)
+            if dataset not in self._queue and dataset not in self._running:
+                self._queue.append(dataset)
+                self._change.notify_all()
+
+    def cancel(self, dataset: str) -> None:
+        """Stop packing a dataset here, soon; not to be taken up again unless submitted."""
+        with self._change:
+            if dataset in self._queue:
+                self._queue.remove(dataset)
+            if dataset in self._running:
+                self._running[dataset].set()
+
+    def stop_soon(self) -> None:
+        """Stop packing, without waiting; what is committed stays, and the next start goes on."""
+        with self._change:
+            self._stopping = True
+            for cancel in self._running.values():
+                cancel.set()
+            self._change.notify_all()
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop packing, wait up to `timeout_s` for it, and close the runner that was made here."""
+        self.stop_soon()
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        if self._make_runner is not None and self._runner is not None:
+            self._runner.close()
+
+    # ------------------------------------------------------------------ threads
+
+    def _watch(self) -> None:
+        """Make the runner; then look for work now and then."""
+        tries = 0
+        while not self._stopping:
+            if self._runner is None:
+                if self._start_runner():
+                    continue
+                wait_s = _RUNNER_RETRY_S[min(tries, len(_RUNNER_RETRY_S) - 1)]
+                tries += 1
+            else:
+                self._scan()
+                wait_s = _SCAN_S
+            with self._change:
+                self._change.wait_for(lambda: self._stopping, wait_s)
+
+    def _start_runner(self) -> bool:
+        assert self._make_runner is not None
+        try:
+            runner = self._make_runner()
+        except Exception as error:  # whatever Ray raises: it is tried again
+            self.runner_state = f"cannot start: {error}"
+            log.error("packing cannot start, it is tried again: %s", error)
+            return False
+        with self._change:
+            self._runner, self.runner_state = runner, "ok"
+            self._change.notify_all()
+        log.info("packing with %s, %d workers", runner.name, runner.num_workers)
+        return True
+
+    def _scan(self) -> None:
+        try:
+            datasets = list_datasets(self._store)
+            self._settled &= set(datasets)
+            for dataset in datasets:
+                if dataset in self._settled:
+                    continue
+                with self._change:
+                    cancel = self._running.get(dataset)
+                if cancel is not None:
+                    if self._store.exists(dataset_key(dataset, CANCELLED)):  # by another replica
+                        cancel.set()
+                elif self._is_open(dataset) and not self._store.is_locked(f"locks/{dataset}"):
+                    self.submit(dataset)
+        except OSError as error:
+            log.warning("the store cannot be read now: %s", error)
+
+    def _is_open(self, dataset: str) -> bool:
+        """Whether there is work to do. Finished datasets are remembered: they stay so."""
+        if self._store.exists(dataset_key(dataset, "finished.json")):
+            self._settled.add(dataset)
+            return False
+        return not any(self._store.exists(dataset_key(dataset, name)) for name in ("failed.json", CANCELLED))
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._stopping or (self._queue and self._runner is not None))
+                if self._stopping:
+                    return
+                dataset = self._queue.pop(0)
+                cancel = self._running[dataset] = threading.Event()
+            try:
+                self._pack(dataset, cancel)
+            finally:
+                with self._change:
+                    del self._running[dataset]
+                self._on_commit(dataset)
+
+    def _pack(self, dataset: str, cancel: threading.Event) -> None:
+        # Imported here: a replica that only serves loads neither tokenizers nor sources.
+        from packer.coordinator import Busy, Cancelled, PackingFailed, pack
+
+        job = self._job(dataset)
+        if job is None or self._runner is None:
+            return
+        log.info("packing %s (%s)", dataset, job.spec.name)
+        since, counted = time.monotonic(), _Counted(self._metrics, self._num_commits(dataset))
+
+        def on_progress(manifest: Manifest, num_partitions: int) -> None:
+            counted.add(manifest)
+            self._on_commit(dataset)
+
+        try:
+            pack(job, self._store, self._runner, cancel=cancel, on_progress=on_progress)
+            how = "ready"
+        except PackingFailed as error:
+            how = "failed"
+            log.error("packing %s failed: %s", dataset, error)
+        except (Busy, Cancelled) as error:
+            how = type(error).__name__.lower()
+        except Exception as error:  # the thread lives on; the dataset is tried again by the next scan
+            how = "error"
+            log.exception("packing %s stopped: %s", dataset, error)
+        self._metrics.jobs_ended.labels(how).inc()
+        log.info("packing %s ended after %.1f s: %s", dataset, time.monotonic() - since, how)
+
+    def _num_commits(self, dataset: str) -> int:
+        return len(self._store.list(dataset_key(dataset, "commits")))
+
+    def _job(self, dataset: str) -> Job | None:
+        """The job as the store has it; None where it was removed or cancelled meanwhile."""
+        try:
+            if not self._is_open(dataset):
+                return None
+            return job_from_document(json.loads(self._store.get(dataset_key(dataset, "spec.json"))))
+        except FileNotFoundError:
+            return None
+        except (SpecError, KeyError, TypeError, ValueError) as error:  # of another release
+            log.error("the spec of dataset %s cannot be read: %s", dataset, error)
+            document = {
+                "title": "SpecError",
+                "detail": f"its stored spec cannot be read: {error}",
+                "field": None,
+            }
+            self._store.put(dataset_key(dataset, "failed.json"), json.dumps(document).encode())
+            return None
+
+
+class _Counted:
+    """Adds what was committed to the metrics, each commit once."""
+
+    _REASONS = ("empty", "overlong", "rejected", "untrained")
+
+    def __init__(self, metrics: Metrics, num_commits: int) -> None:
+        self._metrics = metrics
+        self._num_commits = num_commits  # counted already, by this run or one before
+
+    def add(self, manifest: Manifest) -> None:
+        packed, left_out = self._metrics.packed, self._metrics.rows_left_out
+        for one in manifest.counters[self._num_commits :]:
+            packed["rows"].inc(one.get("rows_packed", 0))
+            packed["tokens"].inc(one.get("tokens_packed", 0))
+            packed["packs"].inc(one.get("num_packs", 0))
+            packed["shards"].inc(one.get("num_shards", 0))
+            packed["partitions"].inc()
+            for reason in self._REASONS:
+                left_out.labels(reason).inc(one.get(f"rows_{reason}", 0))
+        self._num_commits = manifest.num_commits

@@ -1,0 +1,111 @@
+"""What goes over the wire as JSON, for OpenAPI. The spec itself is checked by packer.spec."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+State = Literal["queued", "packing", "ready", "failed", "cancelled"]
+
+
+class ProblemModel(BaseModel):
+    """RFC 9457. `detail`: what was required, what was found, what to do."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    field: str | None = None
+
+
+class DatasetView(BaseModel):
+    """A dataset as it stands now."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    name: str | None = None
+    state: State
+    progress: dict[str, Any] = Field(description="Counts so far; all of the dataset once it is ready.")
+    report: dict[str, Any] | None = Field(None, description="Set once the dataset is ready; adds up.")
+    error: dict[str, Any] | None = Field(None, description="Why packing failed: title, detail, field.")
+
+
+class DatasetList(BaseModel):
+    datasets: list[DatasetView]
+
+
+class ShardView(BaseModel):
+    index: int
+    num_packs: int
+    num_tokens: int
+    num_bytes: int
+    sha256: str
+
+
+class ShardPage(BaseModel):
+    """Shards from `start` on, in order. Ask again with `start` = `next` until `finished`."""
+
+    shards: list[ShardView]
+    next: int = Field(description="The `start` of the next page.")
+    finished: bool = Field(description="No shard comes after this page.")
+    state: State
+    error: dict[str, Any] | None = None
+
+
+class Readiness(BaseModel):
+    ready: bool
+    checks: dict[str, str] = Field(description='"ok", or what is wrong, by part')
+
+
+class SourceModel(BaseModel):
+    paths: list[str]
+    format: Literal["auto", "text", "prompt_completion", "messages", "tokens"] = "auto"
+    fields: dict[str, str] = Field({}, description="padfree's name: the source's name")
+    on_bad_row: Literal["fail", "skip"] = "fail"
+
+
+class TokenizerModel(BaseModel):
+    path: str
+    revision: str | None = None
+    chat_template: str | None = None
+    add_bos: Literal["auto"] | bool = "auto"
+    add_eos: Literal["auto"] | bool = "auto"
+
+
+class PackingModel(BaseModel):
+    strategy: Literal["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"] = "best_fit"
+    max_tokens: int = Field(default=8192, ge=1)
+    overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
+    minibatch_size: int | None = None
+    step_size: int | None = None
+    segment_multiple: int = 1
+    pack_multiple: int = 1
+
+
+class SpecModel(BaseModel):
+    """What to pack, and how. Unknown fields are refused."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "name": "math-8k",
+                    "source": {
+                        "paths": ["examples/data"],
+                        "fields": {"prompt": "question", "completion": "answer"},
+                    },
+                    "tokenizer": {"path": "examples/tokenizer"},
+                    "packing": {"strategy": "best_fit", "max_tokens": 8192},
+                }
+            ]
+        }
+    )
+
+    name: str | None = None
+    source: SourceModel
+    tokenizer: TokenizerModel
+    loss: Literal["auto", "all", "completion", "assistant"] = "auto"
+    packing: PackingModel = Field(default_factory=PackingModel)
+    shuffle_seed: int | None = 0

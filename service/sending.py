@@ -1,0 +1,103 @@
+"""Answers of many bytes: sent in chunks, at the reader's pace, and cut off when they cannot go on.
+
+An answer that is cut off has no end (no last chunk, too few bytes for its Content-Length), so that no
+client takes it for complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from service.state import Service
+
+log = logging.getLogger("padfree.service")
+
+
+class CutOff(Exception):
+    """The answer cannot go on; the connection is closed without an end. The text says why."""
+
+
+class ChunkedResponse(Response):
+    """Sends the chunks of an iterator.
+
+    The first chunk is asked for before the status is sent: what that raises is answered like any error.
+    `on_end(how)` hears "complete", "disconnected", "cut" or "refused".
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        chunks: AsyncIterator[bytes | memoryview],
+        *,
+        kind: str,
+        what: str,
+        status_code: int = 200,
+        headers: dict[str, str] | None = None,
+        media_type: str | None = None,
+        on_end: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(None, status_code, headers, media_type)
+        if headers is None or "content-length" not in headers:
+            del self.headers["content-length"]
+        self._service, self._chunks, self._kind, self._what = service, chunks, kind, what
+        self._on_end = on_end or (lambda how: None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        how = "disconnected"
+        sending = asyncio.create_task(self._send(send))
+        gone = asyncio.create_task(_disconnected(receive))
+        stopping = asyncio.create_task(self._service.stopping.wait())
+        tasks = (sending, gone, stopping)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+                how = "complete"
+            elif not gone.done():
+                how = "cut"
+                log.info("%s is cut off: the service stops", self._what)
+        except CutOff as error:
+            how = "cut"
+            log.warning("%s is cut off: %s", self._what, error)
+        except Exception:
+            how = "refused"
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._on_end(how)
+
+    async def _send(self, send: Send) -> None:
+        started = False
+        waited = self._service.metrics.wait_seconds.labels("reader")
+        served = self._service.metrics.served_bytes.labels(self._kind)
+        async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                if not started:
+                    await send(self._start())
+                    started = True
+                if len(chunk) == 0:
+                    continue
+                since = time.perf_counter()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                waited.inc(time.perf_counter() - since)
+                served.inc(len(chunk))
+        if not started:
+            await send(self._start())
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _start(self) -> dict[str, object]:
+        return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

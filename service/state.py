@@ -1,0 +1,94 @@
+"""What the handlers of one service share. Made by create_app, closed when the application ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.requests import Request
+
+from packer.store import LocalStore
+from service.daemon import run_in_daemon
+from service.epochs import BlockCache
+from service.feeds import Feeds
+from service.files import ShardFiles
+from service.metrics import Metrics
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.scheduler import Scheduler
+
+T = TypeVar("T")
+
+_NUM_READERS = 8  # threads that read the store; long work has threads of its own
+
+
+class Service:
+    """Store, caches, scheduler and metrics of one process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.store = LocalStore(settings.store)
+        self.metrics = Metrics()
+        self.executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="store")
+        self.feeds = Feeds(self.store, self.executor)
+        self.files = ShardFiles(self.store)
+        self.blocks = BlockCache()
+        self.scheduler: Scheduler | None = None  # None: this replica does not pack
+        self.stopping = asyncio.Event()  # open streams are to be cut
+        self.num_streams = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_by_s = 0.0
+        self.count_again_s = 0.0  # time.monotonic when datasets are counted again, for /metrics
+
+    async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Short work on the store, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+
+    async def long_in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Work that may take minutes; it holds up neither short work nor the end of the process."""
+        return await run_in_daemon(function, *args)
+
+    def chunk_bytes(self) -> int:
+        """How much of a stream to hold at once. Slow readers hold two chunks each."""
+        share = self.settings.max_buffer_bytes // (2 * max(1, self.num_streams))
+        return max(64 << 10, min(self.settings.max_chunk_bytes, share))
+
+    async def start(self) -> None:
+        """Begin to work, in the event loop that will handle the requests."""
+        self._loop = asyncio.get_running_loop()
+        if self.scheduler is not None:
+            self.scheduler.start()
+
+    def committed(self, dataset: str) -> None:
+        """A dataset has more packs, or a new state: wake those who wait. From any thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+                self._loop.call_soon_threadsafe(self.feeds.nudge, dataset)
+
+    def begin_shutdown(self) -> None:
+        """Cut off open streams and stop packing, without waiting."""
+        if not self.stopping.is_set():
+            self._stop_by_s = time.monotonic() + self.settings.shutdown_s
+            self.stopping.set()
+        if self.scheduler is not None:
+            self.scheduler.stop_soon()
+
+    async def stop(self) -> None:
+        """End all work; what is left of `shutdown_s`, but at least a second, is waited for it."""
+        self.begin_shutdown()
+        if self.scheduler is not None:
+            left_s = max(1.0, self._stop_by_s - time.monotonic())
+            await self.long_in_thread(self.scheduler.stop, left_s)
+        self.feeds.close()
+        self.files.close()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    """The Service of the application that handles `request` (a FastAPI dependency)."""
+    return request.app.state.padfree

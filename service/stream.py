@@ -1,0 +1,206 @@
+"""GET /v1/datasets/{id}/stream: one rank's packs of an epoch as an Arrow IPC stream.
+
+Stateless: which packs follow is a function of the query. A stream waits for steps that are not packed
+yet; it ends after the epoch's last step. When it cannot go on it is broken off without an end; the
+request that reopens it gets the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query
+from pydantic import BeforeValidator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from packer import shard
+from packer.shard import ShardError
+from service import problems
+from service.auth import known_parameters_only
+from service.epochs import EpochOrder
+from service.feeds import Feed, Snapshot
+from service.files import ShardMissing
+from service.plan import ChunkReader, StreamRequest, ready_steps, total_steps
+from service.problems import Problem
+from service.sending import ChunkedResponse, CutOff
+from service.state import Service, service_of
+
+MEDIA_TYPE = "application/vnd.apache.arrow.stream"
+
+_MAX_MERGED = 4096  # packs that one record batch may hold: a step is put together in memory
+_FIRST_CHUNK_BYTES = 64 << 10  # then doubling, so that the first step leaves at once
+
+router = APIRouter(prefix="/v1", tags=["stream"])
+
+
+def _blank_is_none(value: Any) -> Any:
+    return None if value == "" else value
+
+
+Count = Annotated[int, Query(ge=0, le=1 << 40)]
+Optional = BeforeValidator(_blank_is_none)
+
+
+@router.get(
+    "/datasets/{dataset}/stream",
+    response_class=Response,
+    responses={
+        200: {"content": {MEDIA_TYPE: {}}, "description": "An Arrow IPC stream"},
+        **problems.documented(401, 404, 409, 422),
+    },
+    dependencies=[Depends(known_parameters_only)],
+)
+async def stream(
+    request: Request,
+    dataset: str,
+    rank: Annotated[int, Query(ge=0, le=1 << 20, description="This rank")] = 0,
+    world_size: Annotated[int, Query(ge=1, le=1 << 20, description="Number of ranks")] = 1,
+    packs_per_step: Annotated[int, Query(ge=1, le=1 << 16, description="Packs of a rank in a step")] = 1,
+    epoch: Annotated[int, Query(ge=0, le=99_999_999, description="0: commit order")] = 0,
+    start: Annotated[Count, Query(description="The first step to send")] = 0,
+    shuffle_seed: Annotated[
+        int | None, Optional, Query(description="Order of epochs from 1 on; none: commit order")
+    ] = None,
+    max_steps: Annotated[int | None, Optional, Query(ge=1, description="At most so many steps")] = None,
+    offset: Annotated[Count, Query(description="Packs of this epoch consumed before step 0")] = 0,
+    tail: Annotated[Literal["drop", "pad"], Query(description="A last step that is not full")] = "drop",
+    batches: Annotated[
+        Literal["step", "pack"], Query(description="One record batch a step, or a pack")
+    ] = "step",
+    service: Service = Depends(service_of),  # noqa: B008 - FastAPI's way
+) -> Response:
+    """This rank's packs, from step `start` to the end of the epoch; starts while packing still runs."""
+    since = time.perf_counter()
+    wanted = StreamRequest(
+        dataset=dataset,
+        rank=rank,
+        world_size=world_size,
+        packs_per_step=packs_per_step,
+        epoch=epoch,
+        start=start,
+        shuffle_seed=shuffle_seed,
+        max_steps=max_steps,
+        offset=offset,
+        tail=tail,
+        batches=batches,
+    )
+    _check_parameters(wanted)
+    feed = await service.feeds.get(dataset)
+    snapshot = await feed.fresh()
+    check_servable(wanted, snapshot)
+    one = _Stream(service, feed, wanted, since)
+    return ChunkedResponse(
+        service,
+        one.chunks(snapshot),
+        kind="stream",
+        what=f"stream of {dataset} (rank {rank} of {world_size}, epoch {epoch}, step {start})",
+        headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        media_type=MEDIA_TYPE,
+        on_end=one.ended,
+    )
+
+
+def _check_parameters(wanted: StreamRequest) -> None:
+    if wanted.rank >= wanted.world_size:
+        raise problems.bad_parameter(
+            "rank",
+            f"a rank from 0 to world_size - 1 = {wanted.world_size - 1} is required, found {wanted.rank}",
+        )
+    if wanted.is_merged and wanted.packs_per_step > _MAX_MERGED:
+        raise problems.bad_parameter(
+            "packs_per_step",
+            f"at most {_MAX_MERGED} with batches=step is required, found {wanted.packs_per_step}; "
+            "use batches=pack",
+        )
+
+
+def check_servable(wanted: StreamRequest, snapshot: Snapshot) -> None:
+    """Raise the Problem of a dataset that cannot be streamed as wanted, as far as it is known yet."""
+    snapshot.raise_if_stopped(wanted.dataset)
+    if not snapshot.finished:
+        return
+    num_packs, packs_a_step = snapshot.num_packs, wanted.packs_a_step
+    if num_packs == 0 or (wanted.tail == "drop" and num_packs < packs_a_step):
+        raise problems.dataset_too_small(wanted.dataset, num_packs=num_packs, packs_a_step=packs_a_step)
+    if wanted.offset > num_packs:
+        raise problems.bad_parameter(
+            "offset", f"at most the {num_packs} packs of the epoch is required, found {wanted.offset}"
+        )
+    if wanted.start > (total := total_steps(wanted, num_packs)):
+        raise problems.bad_parameter(
+            "start", f"at most the {total} steps of the epoch is required, found {wanted.start}"
+        )
+
+
+class _Stream:
+    """One open stream."""
+
+    def __init__(self, service: Service, feed: Feed, wanted: StreamRequest, since: float) -> None:
+        self._service, self._feed, self._wanted, self._since = service, feed, wanted, since
+        service.num_streams += 1
+        service.metrics.streams_open.inc()
+
+    def ended(self, how: str) -> None:
+        self._service.num_streams -= 1
+        self._service.metrics.streams_open.dec()
+        self._service.metrics.streams_ended.labels(how).inc()
+
+    async def chunks(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
+        """The bytes of the stream. Raises CutOff once it has begun, a Problem before."""
+        head = shard.schema_message(self._wanted.dataset)
+        try:
+            async for part in self._parts(snapshot):
+                # An empty part: it has to wait. The head goes out, so that the reader knows.
+                yield b"".join((head, part)) if head else part
+                head = b""
+        except (ShardMissing, ShardError) as error:
+            self._service.feeds.drop(self._wanted.dataset)
+            raise self._stopped(problems.damaged(self._wanted.dataset, str(error)), head) from error
+        except OSError as error:
+            raise self._stopped(problems.from_store_error(error), head) from error
+        except Problem as error:
+            raise self._stopped(error, head) from error
+        yield head + shard.END_OF_STREAM
+
+    def _stopped(self, problem: Problem, head: bytes) -> Exception:
+        return problem if head else CutOff(problem.detail)
+
+    async def _parts(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
+        """Chunks of messages; b"" before each wait for packs."""
+        wanted, service = self._wanted, self._service
+        step = wanted.start
+        last = step + wanted.max_steps if wanted.max_steps is not None else None
+        size = _FIRST_CHUNK_BYTES
+        first = service.metrics.first_batch_seconds.labels("ready" if snapshot.finished else "packing")
+        while True:
+            check_servable(wanted, snapshot)
+            ready = ready_steps(wanted, snapshot)
+            stop = ready if last is None else min(ready, last)
+            if stop > step:
+                if step == wanted.start:
+                    first.observe(time.perf_counter() - self._since)
+                reader = self._reader(snapshot, step, stop)
+                while (data := await service.in_thread(reader.read, size)) is not None:
+                    yield data
+                    size = min(2 * size, service.chunk_bytes())
+                step = stop
+            if step == last or snapshot.finished:
+                return
+            yield b""
+            since = time.perf_counter()
+            snapshot = await self._feed.after(snapshot)
+            service.metrics.wait_seconds.labels("packing").inc(time.perf_counter() - since)
+
+    def _reader(self, snapshot: Snapshot, first: int, stop: int) -> ChunkReader:
+        wanted = self._wanted
+        epoch = EpochOrder(
+            dataset=wanted.dataset,
+            snapshot=snapshot,
+            epoch=wanted.epoch,
+            shuffle_seed=wanted.shuffle_seed,
+            blocks=self._service.blocks,
+        )
+        return ChunkReader(wanted, epoch, self._service.files, first=first, stop=stop)
