@@ -1,15 +1,27 @@
 """Which segments go into which pack: lengths in, plans out; integers only, no tokens, no I/O.
 
     plan           the packs of a run of examples, for every strategy
+    estimate       what each strategy would make of them, beside padding
+    lower_bound    packs that no packer can go below
 
-
-
-Errors: PackingError (a ValueError).
+Two engines make the packs of best_fit: `window` in one pass, near the order of the stream; `histogram`
+over all lengths at once. Errors: PackingError (a ValueError).
 """
 
 from __future__ import annotations
 
+from packer.packing.estimating import Estimate, StrategyEstimate, estimate, lower_bound
 from packer.packing.planning import PackPlan, partition_multiple, plan
-from packer.packing.values import PackingError
+from packer.packing.values import Capacity, PackingError
 
-__all__ = ["PackPlan", "PackingError", "partition_multiple", "plan"]
+__all__ = [
+    "Capacity",
+    "Estimate",
+    "PackPlan",
+    "PackingError",
+    "StrategyEstimate",
+    "estimate",
+    "lower_bound",
+    "partition_multiple",
+    "plan",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.packing import in_order
+from packer.packing.decreasing import fewest_packs
 from packer.packing.histogram import histogram_best_fit
 from packer.packing.overlong import cut, fit_minibatches
 from packer.packing.shuffle import in_stream_order, shuffle
-from packer.packing.values import Capacity, Int64, Layout, PackingError, Pieces
+from packer.packing.values import Capacity, Int64, Layout, PackingError, Pieces, require_count
 from packer.packing.window import window_best_fit
 
-CHOICES = {
+_CHOICES = {
     "strategy": ("best_fit", "sequential", "wrapped", "minibatch", "step", "padded"),
     "scope": ("window", "global"),
     "balance": ("none", "attention"),
@@ -105,46 +106,27 @@ def plan(
     so that ranks that train neighbours finish together.
     overlong, truncate_side, min_piece: see packer.packing.overlong.
     """
-    chosen = {
-        "strategy": strategy,
-        "scope": scope,
-        "balance": balance,
-        "overlong": overlong,
-        "truncate_side": truncate_side,
-    }
-    numbers: dict[str, int | None] = {
-        "max_tokens": max_tokens,
-        "segment_multiple": segment_multiple,
-        "pack_multiple": pack_multiple,
-        "min_piece": min_piece,
-    }
-    if strategy == "minibatch":
-        numbers["minibatch_size"] = minibatch_size
-    if strategy == "step":
-        numbers["step_size"] = step_size
-    _check_options(chosen, numbers)
-    array = _checked(lengths)
+    _check_choices(
+        strategy=strategy, scope=scope, balance=balance, overlong=overlong, truncate_side=truncate_side
+    )
+    require_count("min_piece", min_piece)
+    array = checked_lengths(lengths)
     capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
-    if capacity.segment < 1:
-        raise PackingError(
-            f"max_tokens must be at least segment_multiple and pack_multiple, found {max_tokens} with "
-            f"{segment_multiple} and {pack_multiple}; raise max_tokens"
-        )
     if strategy == "wrapped":
         return _wrapped(array, capacity, overlong)
     pieces = cut(array, capacity, overlong=overlong, truncate_side=truncate_side, min_piece=min_piece)
     if strategy == "minibatch":
-        pieces = fit_minibatches(
-            pieces, capacity, int(minibatch_size or 1), overlong=overlong, truncate_side=truncate_side
-        )
-        return _finished(array, pieces, in_order.minibatch(pieces.example, int(minibatch_size or 1)))
+        size = _required("minibatch_size", minibatch_size)
+        pieces = fit_minibatches(pieces, capacity, size, overlong=overlong, truncate_side=truncate_side)
+        return _finished(array, pieces, in_order.minibatch(pieces.example, size))
     sizes = capacity.padded(pieces.length)
     if strategy == "sequential":
         return _finished(array, pieces, in_order.sequential(sizes, capacity.pack))
     if strategy == "padded":
         return _finished(array, pieces, in_order.padded(sizes))
     if strategy == "step":
-        layout, steps = _steps(sizes, pieces.example // int(step_size or 1), capacity.pack, seed)
+        of_piece = pieces.example // _required("step_size", step_size)
+        layout, steps = _steps(sizes, of_piece, capacity.pack, seed)
         return _finished(array, pieces, layout, steps)
     return _finished(array, pieces, _best_fit(pieces, sizes, capacity.pack, scope, balance, seed))
 
@@ -169,7 +151,7 @@ def _steps(sizes: Int64, step: Int64, capacity: int, seed: int | None) -> tuple[
     orders, counts, steps = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)], [np.zeros(0, np.int64)]
     edges = np.append(np.flatnonzero(np.diff(step, prepend=-1)), len(step)).tolist()
     for a, b in itertools.pairwise(edges):
-        layout = histogram_best_fit(sizes[a:b], capacity)
+        layout = fewest_packs(sizes[a:b], capacity)
         orders.append(layout.order + a)
         counts.append(np.diff(layout.offsets))
         steps.append(np.full(len(layout.offsets) - 1, step[a]))
@@ -205,7 +187,8 @@ def _finished(lengths: Int64, pieces: Pieces, layout: Layout, steps: Int64 | Non
     )
 
 
-def _checked(lengths: Sequence[int] | NDArray[Any]) -> Int64:
+def checked_lengths(lengths: Sequence[int] | NDArray[Any]) -> Int64:
+    """`lengths` as an int64 array; PackingError where it is none of whole numbers of 0 or more."""
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise PackingError(
@@ -219,13 +202,10 @@ def _checked(lengths: Sequence[int] | NDArray[Any]) -> Int64:
     return array
 
 
-def _check_options(chosen: Mapping[str, str], numbers: Mapping[str, int | None]) -> None:
+def _check_choices(**chosen: str) -> None:
     for name, choice in chosen.items():
-        if choice not in CHOICES[name]:
-            raise PackingError(f"{name} must be one of {', '.join(CHOICES[name])}, found {choice!r}")
-    for name, number in numbers.items():
-        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
-            raise PackingError(f"{name} must be a whole number of 1 or more, found {number!r}; set it")
+        if choice not in _CHOICES[name]:
+            raise PackingError(f"{name} must be one of {', '.join(_CHOICES[name])}, found {choice!r}")
     if chosen["strategy"] != "best_fit":
         for name, plain in (("scope", "window"), ("balance", "none")):
             if chosen[name] != plain:
@@ -233,3 +213,8 @@ def _check_options(chosen: Mapping[str, str], numbers: Mapping[str, int | None])
                     f'{name}="{chosen[name]}" goes with strategy "best_fit", found strategy '
                     f'"{chosen["strategy"]}"; leave {name} out'
                 )
+
+
+def _required(name: str, value: int | None) -> int:
+    require_count(name, value)
+    return int(value or 0)

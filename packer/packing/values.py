@@ -15,6 +15,12 @@ class PackingError(ValueError):
     """Lengths that cannot be packed as asked, or options that contradict each other."""
 
 
+def require_count(name: str, value: object) -> None:
+    """Raise PackingError unless `value` is a whole number of 1 or more."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+        raise PackingError(f"{name} must be a whole number of 1 or more, found {value!r}; set it")
+
+
 class Layout(NamedTuple):
     """What an engine answers: which pieces stand in which pack.
 
@@ -31,12 +37,21 @@ class Capacity:
     """How much a pack holds once padding is counted.
 
     A segment of `length` tokens takes `length` rounded up to segment_multiple; a pack is rounded up to
-    pack_multiple and stays within max_tokens.
+    pack_multiple and stays within max_tokens. Raises PackingError where nothing fits.
     """
 
     max_tokens: int
     segment_multiple: int = 1
     pack_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "segment_multiple", "pack_multiple"):
+            require_count(name, getattr(self, name))
+        if self.segment < 1:
+            raise PackingError(
+                f"max_tokens must be at least segment_multiple and pack_multiple, found {self.max_tokens} "
+                f"with {self.segment_multiple} and {self.pack_multiple}; raise max_tokens"
+            )
 
     @property
     def pack(self) -> int:

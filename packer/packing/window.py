@@ -59,7 +59,7 @@ class _Window:
         offsets, oldest, shift = [0], 0, self.shift
         waiting, keys, taken, order = self.waiting, self.keys, self.taken, self.order
         while True:
-            if len(waiting) < self.window:
+            while len(waiting) < self.window:
                 if self.arrived == self.num_pieces:
                     return self._drained(offsets)
                 self._refill()

@@ -1,0 +1,156 @@
+"""What packing would bring, before a token is written: from lengths alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.packing.histogram import lower_bound_of, patterns
+from packer.packing.overlong import cut
+from packer.packing.planning import checked_lengths, plan
+from packer.packing.values import Capacity, Int64, PackingError
+
+STRATEGIES = ("best_fit", "sequential", "wrapped", "minibatch", "step", "padded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyEstimate:
+    """One row of an estimate.
+
+    name: a strategy, "best_fit (global)", or "padding": a loader that pads each mini-batch to its longest
+    example. num_packs: packs, of padding mini-batches. num_steps: optimiser steps of an epoch.
+    tokens_computed: tokens that a model is run on, padding counted. fill: real tokens over num_packs x
+    max_tokens; of padding, over tokens_computed. problem: why the strategy cannot be had; then all are 0.
+    """
+
+    name: str
+    num_packs: int = 0
+    num_steps: int = 0
+    tokens_packed: int = 0
+    tokens_dropped: int = 0
+    tokens_computed: int = 0
+    fill: float = 0.0
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What each strategy makes of the same lengths. lower_bound_packs: no packer can go below."""
+
+    num_examples: int
+    num_tokens: int
+    lower_bound_packs: int
+    rows: tuple[StrategyEstimate, ...]
+
+
+def lower_bound(
+    lengths: Sequence[int] | NDArray[Any],
+    max_tokens: int,
+    *,
+    segment_multiple: int = 1,
+    pack_multiple: int = 1,
+) -> int:
+    """Packs that no packer can go below if no example is split: the L2 bound (see histogram).
+
+    Examples that are too long for a pack count as truncated to one.
+    """
+    capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    pieces = cut(checked_lengths(lengths), capacity, overlong="truncate", truncate_side="right", min_piece=1)
+    return lower_bound_of(_counts(capacity.padded(pieces.length), capacity), capacity.pack)
+
+
+def estimate(
+    lengths: Sequence[int] | NDArray[Any],
+    max_tokens: int,
+    *,
+    minibatch_size: int = 8,
+    packs_per_step: int = 1,
+    overlong: str = "truncate",
+    segment_multiple: int = 1,
+    pack_multiple: int = 1,
+) -> Estimate:
+    """Packs, steps and fill of every strategy, beside a loader that pads.
+
+    packs_per_step: packs, or mini-batches, that all ranks together take in one step. Strategy step is
+    estimated with the examples of that many mini-batches a step. Raises PackingError.
+    """
+    array = checked_lengths(lengths)
+    capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    options: dict[str, Any] = {
+        "minibatch_size": minibatch_size,
+        "step_size": minibatch_size * packs_per_step,
+        "overlong": overlong,
+        "segment_multiple": segment_multiple,
+        "pack_multiple": pack_multiple,
+    }
+    pieces = cut(array, capacity, overlong=overlong, truncate_side="right", min_piece=1)
+    counts = _counts(capacity.padded(pieces.length), capacity)
+    rows = [_padding(array, pieces.length, minibatch_size, packs_per_step)]
+    rows += [_strategy(name, array, capacity, packs_per_step, options) for name in STRATEGIES]
+    num_packs = sum(pattern.repeats for pattern in patterns(counts, capacity.pack))
+    tokens = int(pieces.length.sum())
+    overall = StrategyEstimate(
+        name="best_fit (global)",
+        num_packs=num_packs,
+        num_steps=-(-num_packs // packs_per_step),
+        tokens_packed=tokens,
+        tokens_dropped=int(array.sum()) - tokens,
+        tokens_computed=rows[1].tokens_computed,  # as of best_fit, but for rounding up to pack_multiple
+        fill=_share(tokens, num_packs * max_tokens),
+    )
+    return Estimate(
+        num_examples=len(array),
+        num_tokens=int(array.sum()),
+        lower_bound_packs=lower_bound_of(counts, capacity.pack),
+        rows=(*rows, overall),
+    )
+
+
+def _strategy(
+    name: str, lengths: Int64, capacity: Capacity, packs_per_step: int, options: dict[str, Any]
+) -> StrategyEstimate:
+    try:
+        planned = plan(lengths, capacity.max_tokens, strategy=name, **options)
+    except PackingError as error:
+        return StrategyEstimate(name=name, problem=str(error))
+    sizes = capacity.padded(planned.length)
+    packs = np.add.reduceat(sizes, planned.pack_offsets[:-1]) if planned.num_packs else sizes
+    num_steps = -(-planned.num_packs // packs_per_step)
+    if planned.pack_step is not None:
+        num_steps = len(np.unique(planned.pack_step))
+    return StrategyEstimate(
+        name=name,
+        num_packs=planned.num_packs,
+        num_steps=num_steps,
+        tokens_packed=planned.num_tokens,
+        tokens_dropped=planned.tokens_dropped,
+        tokens_computed=int((-(-packs // capacity.pack_multiple) * capacity.pack_multiple).sum()),
+        fill=_share(planned.num_tokens, planned.num_packs * capacity.max_tokens),
+    )
+
+
+def _padding(lengths: Int64, kept: Int64, minibatch_size: int, packs_per_step: int) -> StrategyEstimate:
+    starts = np.arange(0, len(kept), minibatch_size)
+    longest = np.maximum.reduceat(kept, starts) if len(kept) else kept
+    computed = int((longest * np.diff(np.append(starts, len(kept)))).sum())
+    return StrategyEstimate(
+        name="padding",
+        num_packs=len(starts),
+        num_steps=-(-len(starts) // packs_per_step),
+        tokens_packed=int(kept.sum()),
+        tokens_dropped=int(lengths.sum() - kept.sum()),
+        tokens_computed=computed,
+        fill=_share(int(kept.sum()), computed),
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _counts(sizes: Int64, capacity: Capacity) -> Int64:
+    return np.bincount(sizes, minlength=capacity.pack + 1)
