@@ -1,0 +1,145 @@
+"""A tokenizer's files as bytes, named by their content: what a dataset's id and its workers need.
+
+Errors: TokenizerError (a ValueError), permanent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packer.store import LocalStore
+
+BUNDLE_NAMES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class TokenizerError(ValueError):
+    """A tokenizer is not there, cannot be read, or cannot do what is asked of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """The files that make a tokenizer, by name (of BUNDLE_NAMES), as they will be used."""
+
+    files: Mapping[str, bytes]
+
+    @property
+    def digest(self) -> str:
+        """sha256 over names and contents, the chat template's with them; 64 hex digits."""
+        total = hashlib.sha256()
+        for name in sorted(self.files):
+            content = hashlib.sha256(self.files[name]).hexdigest()
+            total.update(f"{name} {content}\n".encode())
+        return total.hexdigest()
+
+    @classmethod
+    def read(
+        cls, path: str | os.PathLike[str], *, revision: str | None = None, chat_template: str | None = None
+    ) -> Bundle:
+        """The bundle of a folder, of a tokenizer.json alone, or of a Hub id ("org/name").
+
+        chat_template: a Jinja text (one with a "{" in it) or the path of one; it takes the place of
+        the tokenizer's own. Raises TokenizerError, which says what was looked for.
+        """
+        place = Path(path)
+        if place.is_dir():
+            files = {name: (place / name).read_bytes() for name in BUNDLE_NAMES if (place / name).is_file()}
+            if "tokenizer.json" not in files:
+                found = ", ".join(sorted(entry.name for entry in place.iterdir())[:10]) or "nothing"
+                raise TokenizerError(
+                    f"tokenizer.path: the folder {place} must hold a tokenizer.json, found {found}; "
+                    "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of transformers writes one"
+                )
+        elif place.is_file():
+            files = {"tokenizer.json": place.read_bytes()}
+        else:
+            files = _download(str(path), revision)
+        for name, data in files.items():
+            if name.endswith(".json"):
+                _json(name, data, place)
+        if chat_template is not None:
+            files.pop("chat_template.json", None)
+            files["chat_template.jinja"] = _template_text(chat_template).encode()
+        return cls(files=files)
+
+    def save(self, store: LocalStore) -> str:
+        """Put the files under tokenizers/<digest>/; returns the digest."""
+        digest = self.digest
+        for name, data in self.files.items():
+            key = f"tokenizers/{digest}/{name}"
+            if not store.exists(key):
+                store.put(key, data)
+        return digest
+
+    @classmethod
+    def load(cls, store: LocalStore, digest: str) -> Bundle:
+        """The inverse of `save`. Raises TokenizerError where a file is missing or changed."""
+        prefix = f"tokenizers/{digest}"
+        bundle = cls(files={name: store.get(f"{prefix}/{name}") for name in store.list(prefix)})
+        if bundle.digest != digest:
+            raise TokenizerError(
+                f"the store's tokenizer {digest} is missing or damaged (its files give {bundle.digest}); "
+                "post the dataset again to save it anew"
+            )
+        return bundle
+
+    def document(self, name: str) -> dict[str, Any]:
+        """A JSON file of the bundle; {} where there is none."""
+        return _json(name, self.files[name], None) if name in self.files else {}
+
+
+def _json(name: str, data: bytes, place: Path | None) -> dict[str, Any]:
+    where = f"{name} of {place}" if place else name
+    try:
+        document = json.loads(data)
+    except ValueError as error:
+        raise TokenizerError(f"tokenizer.path: {where} must be JSON: {error}; copy the file again") from error
+    if not isinstance(document, dict):
+        raise TokenizerError(
+            f"tokenizer.path: {where} must be a JSON object, found a {type(document).__name__}"
+        )
+    return document
+
+
+def _template_text(chat_template: str) -> str:
+    if "{" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"tokenizer.chat_template: a Jinja text or the path of one is required, found {chat_template!r}, "
+            f"which cannot be read: {error}"
+        ) from error
+
+
+def _download(path: str, revision: str | None) -> dict[str, bytes]:
+    parts = path.split("/")
+    if len(parts) != 2 or not all(parts) or parts[0].startswith((".", "~")):
+        raise TokenizerError(
+            f"tokenizer.path: a folder with a tokenizer.json, a tokenizer.json, or a Hub id (org/name) is "
+            f"required, found {path!r}: there is no such folder or file"
+        )
+    from huggingface_hub import snapshot_download  # heavy, and of no use to local tokenizers
+
+    try:
+        folder = snapshot_download(path, revision=revision, allow_patterns=list(BUNDLE_NAMES))
+    except Exception as error:  # the Hub's client raises many kinds, the HTTP client's too
+        raise TokenizerError(
+            f"tokenizer.path: there is no folder or file {path!r} here, and the Hub did not give it "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}); "
+            "give a local folder, or check the name and the network"
+        ) from error
+    return dict(Bundle.read(folder).files)

@@ -1,0 +1,240 @@
+"""Conversations to text, with the places of the assistant's words and of stray control words.
+
+Which characters the assistant's words are is found in one of two ways:
+
+- The template says so with {% generation %} blocks.
+- It does not (none that ships with a well-known model does): packer.turns finds them, or refuses.
+
+Raises RenderError where the template cannot do what the job needs, before any row is rendered.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from packer.conversations import Conversation, Habits, conversation
+from packer.templates import (
+    GENERATION_CLOSE,
+    GENERATION_OPEN,
+    WORD_CLOSE,
+    WORD_OPEN,
+    ChatTemplate,
+    Mark,
+    RenderError,
+    RowProblem,
+    unmark,
+)
+from packer.tokenization import Tokenizer
+from packer.turns import PROBE_TOOLS, Span, TurnFinder, control_pattern, pointed, probe_call
+
+_NONCHARACTER_BYTES = rb"\xef\xb7[\x90-\xaf]"  # U+FDD0 … U+FDEF in UTF-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A rendered conversation; places are (start, stop) in characters of `text`, ascending."""
+
+    text: str
+    trained: list[Span]  # the assistant's words with their end-of-turn tokens
+    words: list[Span]  # control words that stand in someone's words: plain text
+    ends_with_assistant: bool
+
+
+class Chats:
+    """Renders rows of format messages with a tokenizer's chat template.
+
+    masked: find the assistant's words (loss assistant); else they are not looked for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, masked: bool, names: Mapping[str, str]) -> None:
+        self.template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+        self.habits, self.prints_calls = learn_habits(self.template)
+        self.masked = masked
+        self._names = {
+            "messages_name": names.get("messages", "messages"),
+            "tools_name": names.get("tools", "tools"),
+        }
+        self._control = control_pattern(tokenizer.control_words)
+        words = [re.escape(orjson.dumps(word)[1:-1]) for word in tokenizer.control_words]
+        self._suspicious = re.compile(b"|".join([*words, _NONCHARACTER_BYTES]))
+        self._warnings: list[str] = []
+        self._finder: TurnFinder | None = None
+        self._end_outside: re.Pattern[str] | None = None
+        if self.template.uses_today:
+            self._warnings.append(
+                "the chat template prints today's date; padfree always prints 26 July 2024 there, so that "
+                "packing again gives equal bytes"
+            )
+        if masked and self.template.has_generation:
+            self._learn_generation()
+        elif masked:
+            self._finder = TurnFinder(self.template, self._control, self.habits)
+            self._warnings.append(
+                "the chat template has no {% generation %} markers; the assistant's words were found by "
+                "rendering with marks around them"
+            )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(self._warnings)
+
+    def chat(self, row: Mapping[str, Any]) -> Chat:
+        """Render a row. Raises RowProblem, whose text is the reason."""
+        talk = conversation(row, self.habits, **self._names)
+        if not self.prints_calls and any("tool_calls" in message for message in talk.messages):
+            raise RowProblem(
+                "the chat template prints no tool calls, so this row's would vanish; use a template that does"
+            )
+        raw = self.template.render(talk.messages, talk.tools)
+        text, marks = unmark(raw) if GENERATION_OPEN in raw else (raw, [])
+        words: list[Span] = []
+        shielded = self._shielded(talk)
+        if shielded is not None:
+            words = self._words(text, shielded)
+        trained: list[Span] = []
+        if self._finder is not None:
+            trained = self._finder.find(text, shielded or talk, talk, words)
+        elif self.masked:
+            trained = self._generated(text, marks, talk)
+        return Chat(
+            text=text,
+            trained=trained,
+            words=words,
+            ends_with_assistant=talk.messages[-1]["role"] == "assistant",
+        )
+
+    # -------------------------------------------------------------- control words in words
+
+    def _shielded(self, talk: Conversation) -> Conversation | None:
+        """The conversation with marks around control words in its words; None where it has none."""
+        content = [talk.messages, talk.tools]
+        try:
+            data = orjson.dumps(content)
+        except TypeError:  # whole numbers over 64 bits, lone surrogates
+            data = json.dumps(content, ensure_ascii=False, default=str).encode(errors="surrogatepass")
+        found = self._suspicious.search(data)
+        if found is None:
+            return None
+        if re.search(_NONCHARACTER_BYTES, data):
+            raise RowProblem(
+                "the words hold a Unicode noncharacter (U+FDD0 to U+FDEF), which padfree needs for itself; "
+                "take it out: it is never part of a text"
+            )
+        return Conversation(
+            messages=[self._shield(message) for message in talk.messages],
+            tools=self._shield(talk.tools),
+            trained=talk.trained,
+        )
+
+    def _shield(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._control.sub(f"{WORD_OPEN}\\g<0>{WORD_CLOSE}", value)
+        if isinstance(value, Mapping):
+            return {self._shield(key): self._shield(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._shield(item) for item in value]
+        return value
+
+    def _words(self, text: str, shielded: Conversation) -> list[Span]:
+        plain, marks = unmark(self.template.render(shielded.messages, shielded.tools))
+        if plain != text:
+            raise RowProblem(
+                "the row's words hold control words of the tokenizer, and the chat template acts on them: "
+                "they cannot be kept plain"
+            )
+        return _pairs(marks, WORD_OPEN, WORD_CLOSE)
+
+    # -------------------------------------------------------------- generation blocks
+
+    def _learn_generation(self) -> None:
+        """See by a trial whether the blocks hold the end-of-turn token (what tells a model to stop)."""
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        raw = self.template.render(pointed(talk), None)
+        text, marks = unmark(raw)
+        spans = _pairs(marks, GENERATION_OPEN, GENERATION_CLOSE)
+        points = [mark.position for mark in marks if mark.message == 1]
+        if not spans or not points or not any(start <= points[-1] <= stop for start, stop in spans):
+            raise RenderError(
+                "the {% generation %} markers of the chat template do not hold the assistant's words: "
+                f"they mark {[text[start:stop] for start, stop in spans]} of {text[:80]!r}; "
+                "put them around the words and their end-of-turn token, or use loss all"
+            )
+        stop = spans[-1][1]
+        if self._control.search(text, points[-1], stop):
+            return
+        outside = self._control.search(text, stop)
+        if outside is None or text[stop : outside.start()].strip():
+            self._warnings.append(
+                "the chat template prints no end-of-turn token after the assistant's words: a model trained "
+                "on it never learns to stop"
+            )
+            return
+        word = outside[0]
+        self._end_outside = re.compile(r"\s*" + re.escape(word))
+        self._warnings.append(
+            f"the chat template leaves the end-of-turn token {word!r} outside its generation markers: "
+            "padfree trains it with them, since a model that never learns it never stops"
+        )
+
+    def _generated(self, text: str, marks: list[Mark], talk: Conversation) -> list[Span]:
+        spans = _pairs(marks, GENERATION_OPEN, GENERATION_CLOSE)
+        if self._end_outside is not None:
+            ends = [self._end_outside.match(text, stop) for _, stop in spans]
+            spans = [
+                (start, end.end() if end else stop) for (start, stop), end in zip(spans, ends, strict=True)
+            ]
+        if not all(talk.trained):
+            assistants = talk.assistants
+            if len(assistants) != len(spans):
+                raise RowProblem(
+                    f"a message has train false, but the chat template prints {len(spans)} generation blocks "
+                    f"for {len(assistants)} assistant messages, so it is not known which is which"
+                )
+            spans = [span for span, i in zip(spans, assistants, strict=True) if talk.trained[i]]
+        return spans
+
+
+def _pairs(marks: Iterable[Mark], opening: str, closing: str) -> list[Span]:
+    """Spans between opening and closing marks; of nested ones the outermost."""
+    spans, depth, start = [], 0, 0
+    for mark in marks:
+        if mark.kind == opening:
+            start = mark.position if depth == 0 else start
+            depth += 1
+        elif mark.kind == closing:
+            depth -= 1
+            if depth == 0:
+                spans.append((start, mark.position))
+    if depth:
+        raise RowProblem("the chat template takes the words of a message apart, so their place is lost")
+    return spans
+
+
+def learn_habits(template: ChatTemplate) -> tuple[Habits, bool]:
+    """What the template can take, by trial; and whether it prints tool calls at all."""
+
+    def tried(*messages: Mapping[str, Any], tools: Any = None) -> str | None:
+        try:
+            return template.render(messages, tools)
+        except RowProblem:
+            return None
+
+    question = {"role": "user", "content": "probe_text"}
+    as_text = tried(question)
+    in_parts = tried({"role": "user", "content": [{"type": "text", "text": "probe_text"}]})
+    parts = as_text is not None and in_parts == as_text
+    for null_as_empty in (False, True):
+        for arguments_as_text in (False, True):
+            call = probe_call(arguments_as_text=arguments_as_text)
+            answer = {"role": "assistant", **({"content": ""} if null_as_empty else {}), "tool_calls": [call]}
+            text = tried(question, answer, tools=PROBE_TOOLS)
+            if text is not None and re.search(r'"probe_key": ?"probe_value"', text):
+                habits = Habits(parts=parts, arguments_as_text=arguments_as_text, null_as_empty=null_as_empty)
+                return habits, True
+    return Habits(parts=parts, null_as_empty=True), False

@@ -1,0 +1,203 @@
+"""A row's conversation as chat templates want it: messages of role and content, tools, tool calls.
+
+What people have differs: ShareGPT's from/value, arguments as JSON text or as object, content null or in
+parts, tools as JSON text. `conversation` brings all of it to one form. Raises RowProblem.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packer.templates import RowProblem
+
+# ShareGPT's speakers.
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+}
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Messages and tools, normalised; `trained[i]`: message i may be learned (its `train` flag)."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    trained: list[bool]
+
+    @property
+    def assistants(self) -> list[int]:
+        """Indices of the assistant's messages."""
+        return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What a chat template can take; learned from it by trial (packer.spans)."""
+
+    parts: bool = False  # content in parts
+    arguments_as_text: bool = False  # tool-call arguments as JSON text, not as an object
+    null_as_empty: bool = False  # "" for content that is null
+
+
+def kind(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {bool: "true or false", dict: "an object", list: "a list", str: "a text", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def conversation(
+    row: Mapping[str, Any], habits: Habits, *, messages_name: str = "messages", tools_name: str = "tools"
+) -> Conversation:
+    """The conversation of a row. The names are the source's, for the reasons given."""
+    found = row.get("messages")
+    if isinstance(found, str):
+        found = _parsed(found, messages_name)
+    if not isinstance(found, list):
+        raise RowProblem(f"field {messages_name}: a list of messages is required, found {kind(found)}")
+    if not found:
+        raise RowProblem(f"field {messages_name}: at least one message is required, found an empty list")
+    messages, trained = [], []
+    for index, message in enumerate(found):
+        name = f"{messages_name}[{index}]"
+        if not isinstance(message, Mapping):
+            raise RowProblem(
+                f"field {name}: an object with role and content is required, found {kind(message)}"
+            )
+        train = message.get("train", True)
+        if train is not None and not isinstance(train, bool):
+            raise RowProblem(f"field {name}.train: true or false is required, found {kind(train)}")
+        trained.append(train is not False)
+        messages.append(_message(message, name, habits))
+    return Conversation(messages=messages, tools=_tools(row.get("tools"), tools_name), trained=trained)
+
+
+def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str, Any]:
+    if "role" not in message and "from" in message:
+        message = _from_sharegpt(message, name)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowProblem(
+            f"field {name}.role: a text such as user or assistant is required, found {kind(role)}"
+        )
+    # As transformers does: a key that is null is a key that is not there.
+    clean = {key: value for key, value in message.items() if value is not None and key != "train"}
+    content = clean.get("content")
+    if isinstance(content, list):
+        content = clean["content"] = _content_parts(content, name, habits)
+    elif content is not None and not isinstance(content, str):
+        raise RowProblem(f"field {name}.content: a text is required, found {kind(content)}")
+    if content is None and "tool_calls" not in clean and role == "assistant" and "function_call" not in clean:
+        raise RowProblem(
+            f"field {name}.content: a text is required where there are no tool_calls, found null"
+        )
+    if content is None and (habits.null_as_empty or role != "assistant"):
+        clean["content"] = ""
+    if "tool_calls" in clean:
+        clean["tool_calls"] = _tool_calls(clean["tool_calls"], name, habits)
+        if not clean["tool_calls"]:
+            del clean["tool_calls"]
+            clean.setdefault("content", "")
+    reasoning = next((clean[key] for key in _REASONING if key in clean), None)
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise RowProblem(f"field {name}.reasoning_content: a text is required, found {kind(reasoning)}")
+        clean = {"thinking": reasoning, **clean, "reasoning_content": reasoning}
+    return clean
+
+
+def _from_sharegpt(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    speaker, value = message["from"], message.get("value")
+    rest = {key: item for key, item in message.items() if key not in ("from", "value")}
+    if speaker == "function_call":
+        call = _parsed(value, f"{name}.value") if isinstance(value, str) else value
+        calls = call if isinstance(call, list) else [call]
+        return {"role": "assistant", "content": None, "tool_calls": calls, **rest}
+    if speaker not in _ROLES:
+        known = ", ".join([*_ROLES, "function_call"])
+        raise RowProblem(f"field {name}.from: one of {known} is required, found {str(speaker)[:40]!r}")
+    if not isinstance(value, str):
+        raise RowProblem(f"field {name}.value: a text is required, found {kind(value)}")
+    return {"role": _ROLES[speaker], "content": value, **rest}
+
+
+def _content_parts(parts: list[Any], name: str, habits: Habits) -> str | list[dict[str, Any]]:
+    clean = []
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            part = {"type": "text", "text": part}
+        if not isinstance(part, Mapping):
+            raise RowProblem(
+                f"field {name}.content[{index}]: a part of type text is required, found {kind(part)}"
+            )
+        if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise RowProblem(
+                f"field {name}.content[{index}]: a part of type text is required, "
+                f"found type {str(part.get('type'))[:40]!r}; padfree trains on text alone"
+            )
+        clean.append({"type": "text", "text": part["text"]})
+    return clean if habits.parts else "".join(part["text"] for part in clean)
+
+
+def _tool_calls(calls: Any, name: str, habits: Habits) -> list[dict[str, Any]]:
+    if isinstance(calls, str):
+        calls = _parsed(calls, f"{name}.tool_calls")
+    if not isinstance(calls, list):
+        raise RowProblem(f"field {name}.tool_calls: a list is required, found {kind(calls)}")
+    clean = []
+    for index, call in enumerate(calls):
+        where = f"{name}.tool_calls[{index}]"
+        if not isinstance(call, Mapping):
+            raise RowProblem(f"field {where}: an object is required, found {kind(call)}")
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowProblem(f"field {where}: a function with a name is required, found {kind(function)}")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments, f"{where}.arguments")
+        if arguments is None:
+            arguments = {}
+        if habits.arguments_as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        rest = {key: value for key, value in function.items() if key not in ("name", "arguments")}
+        if function is call:  # {"name": …, "arguments": …} without its envelope
+            kept = {key: rest.pop(key) for key in ("id", "type") if key in rest}
+            call = {"type": "function", **{k: v for k, v in kept.items() if v is not None}}
+        function = {"name": function["name"], "arguments": arguments, **rest}
+        clean.append({**{k: v for k, v in call.items() if v is not None}, "function": function})
+    return clean
+
+
+def _tools(tools: Any, name: str) -> list[Any] | None:
+    if isinstance(tools, str):
+        tools = _parsed(tools, name) if tools.strip() else None
+    if tools is None:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        found = kind(tools) if not isinstance(tools, list) else "something else in the list"
+        raise RowProblem(f"field {name}: a list of tool schemas (objects) is required, found {found}")
+    return tools or None
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowProblem(f"field {name}: JSON is required, found {text[:40]!r}: {error}") from error

@@ -1,0 +1,360 @@
+"""Rows to token ids with a loss mask, in batches on flat arrays.
+
+    text                [BOS] words [EOS]                 all trained
+    prompt_completion   [BOS] prompt completion [EOS]     completion and EOS trained (loss completion)
+    messages            what the chat template prints     the assistant's turns trained (loss assistant)
+    tokens              the ids as they are               as the labels say
+
+Prompt and completion are encoded apart: the border is a border of tokens, as it is at inference. Words
+never make control tokens; only templates, BOS and EOS do. A row that cannot be rendered becomes an
+entry of `errors` and has length 0; an empty one has length 0 as well.
+
+Errors: RenderError (a ValueError) where the job itself cannot be rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.chats import Chat, Chats
+from packer.conversations import kind
+from packer.ready import ready_ids
+from packer.templates import RenderError, RowProblem
+from packer.tokenization import Located, Tokenizer, TokenizerError
+
+__all__ = ["RenderError", "Rendered", "Renderer"]
+
+# What "auto" is, first, and what else goes with each format.
+_LOSSES = {
+    "text": ("all",),
+    "prompt_completion": ("completion", "all"),
+    "messages": ("assistant", "all"),
+    "tokens": ("labels", "all"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rendered:
+    """The rows of a batch as tokens, row after row.
+
+    input_ids: (N,) int32. loss_mask: (N,) bool, what the source wants trained (first tokens of
+    segments are left out when packing). lengths: (k,) int64, tokens of each row. errors: position in
+    the batch and reason of each row that could not be rendered.
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    errors: list[tuple[int, str]]
+
+
+class Renderer:
+    """Renders rows of one format for one job.
+
+    fields: our name to the source's name, for messages about rows. loss, add_bos, add_eos: as in the
+    spec. Raises RenderError or TokenizerError where they do not go together.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        format: str,
+        fields: Mapping[str, str],
+        loss: str = "auto",
+        add_bos: str | bool = "auto",
+        add_eos: str | bool = "auto",
+    ) -> None:
+        if format not in _LOSSES:
+            raise RenderError(f"source.format: one of {', '.join(_LOSSES)} is required, found {format!r}")
+        allowed = _LOSSES[format]
+        if loss != "auto" and loss not in allowed:
+            raise RenderError(
+                f"loss: format {format} goes with auto or {' or '.join(allowed)}, found {loss!r}; "
+                "change loss or source.format"
+            )
+        self._tokenizer = tokenizer
+        self._format = format
+        self._fields = dict(fields)
+        self._loss = allowed[0] if loss == "auto" else loss
+        words = format in ("text", "prompt_completion")
+        auto_bos, auto_eos = tokenizer.adds_bos and words, tokenizer.eos_id is not None and words
+        self._bos = _settled("bos", add_bos, auto_bos, tokenizer.bos_id, format)
+        self._eos = _settled("eos", add_eos, auto_eos, tokenizer.eos_id, format)
+        self._warnings: list[str] = []
+        self._chats: Chats | None = None
+        if format == "messages":
+            self._chats = Chats(tokenizer, masked=self._loss == "assistant", names=self._fields)
+            self._warnings += self._chats.warnings
+        elif words and self._eos is None and add_eos == "auto":
+            self._warnings.append(
+                "the tokenizer names no EOS token, so none ends an example: a model trained on this does not "
+                "learn to stop; give the tokenizer's whole folder, with tokenizer_config.json"
+            )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a careful colleague would say of this job, before any row is read."""
+        return tuple(self._warnings)
+
+    def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
+        """Render a batch (some thousand rows at most: all its tokens are in memory)."""
+        render = {
+            "text": self._texts,
+            "prompt_completion": self._prompt_completions,
+            "messages": self._messages,
+            "tokens": self._tokens,
+        }[self._format]
+        errors: list[tuple[int, str]] = []
+        ids, mask, lengths = render(rows, errors)
+        return Rendered(input_ids=ids, loss_mask=mask, lengths=lengths, errors=errors)
+
+    # -------------------------------------------------------------- text
+
+    def _words(self, row: Mapping[str, Any], field: str) -> str:
+        value = row.get(field)
+        name = self._fields.get(field, field)
+        if not isinstance(value, str):
+            raise RowProblem(f"field {name}: a text is required, found {kind(value)}")
+        return _valid(value, name)
+
+    def _encode(
+        self, texts: list[str], errors: list[tuple[int, str]], texts_per_row: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Ids and lengths (rows, texts_per_row), without rows whose words make control tokens."""
+        ids, offsets = self._tokenizer.encode(texts)
+        lengths = np.diff(offsets).reshape(-1, texts_per_row)
+        forged = self._tokenizer.is_control[ids]
+        if forged.any():
+            bad = (
+                np.unique(np.searchsorted(offsets, np.flatnonzero(forged), side="right") - 1) // texts_per_row
+            )
+            reason = "the tokenizer makes control tokens out of these plain words"
+            errors += [(int(row), reason) for row in np.unique(bad)]
+            keep = np.repeat(~np.isin(np.arange(len(lengths)), bad), lengths.sum(axis=1))
+            ids, lengths = ids[keep], lengths.copy()
+            lengths[bad] = 0
+        return ids, lengths
+
+    def _texts(
+        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        texts = []
+        for position, row in enumerate(rows):
+            try:
+                texts.append(self._words(row, "text"))
+            except RowProblem as problem:
+                errors.append((position, str(problem)))
+                texts.append("")
+        ids, lengths = self._encode(texts, errors, 1)
+        lengths = lengths[:, 0]
+        return self._framed(ids, np.ones(len(ids), np.bool_), lengths, lengths > 0, bos_trained=True)
+
+    def _prompt_completions(
+        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        texts = []
+        for position, row in enumerate(rows):
+            try:
+                texts += [self._words(row, "prompt"), self._words(row, "completion")]
+            except RowProblem as problem:
+                errors.append((position, str(problem)))
+                del texts[2 * position :]
+                texts += ["", ""]
+        ids, lengths = self._encode(texts, errors, 2)
+        everything = self._loss == "all"
+        mask = np.repeat(np.tile([everything, True], len(rows)), lengths.ravel())
+        total = lengths.sum(axis=1)
+        return self._framed(ids, mask, total, total > 0, bos_trained=everything)
+
+    def _framed(
+        self,
+        ids: NDArray[np.int32],
+        mask: NDArray[np.bool_],
+        lengths: NDArray[np.int64],
+        framed: NDArray[np.bool_],
+        *,
+        bos_trained: bool,
+        eos_trained: NDArray[np.bool_] | None = None,
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        """BOS and EOS around the rows in `framed` (k,), unless the row has them already."""
+        if self._bos is None and self._eos is None:
+            return ids, mask, lengths
+        stops = np.cumsum(lengths)
+        before = framed & (self._bos is not None)
+        after = framed & (self._eos is not None)
+        full = lengths > 0
+        if self._format in ("messages", "tokens") and len(ids):  # they may be there already
+            before &= ~full | (ids[np.where(full, stops - lengths, 0)] != self._bos)
+            after &= ~full | (ids[np.where(full, stops - 1, 0)] != self._eos)
+        total = lengths + before + after
+        ends = np.cumsum(total)
+        first, last = (ends - total)[before], (ends - 1)[after]
+        inside = np.ones(int(ends[-1]) if len(ends) else 0, np.bool_)
+        inside[first] = inside[last] = False
+        new_ids, new_mask = np.empty(len(inside), np.int32), np.empty(len(inside), np.bool_)
+        new_ids[inside], new_mask[inside] = ids, mask
+        new_ids[first], new_mask[first] = self._bos or 0, bos_trained
+        new_ids[last], new_mask[last] = self._eos or 0, True if eos_trained is None else eos_trained[after]
+        return new_ids, new_mask, total
+
+    # -------------------------------------------------------------- messages
+
+    def _messages(
+        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        assert self._chats is not None
+        chats: list[Chat] = []
+        for position, row in enumerate(rows):
+            try:
+                chat = self._chats.chat(row)
+                _valid(chat.text, self._fields.get("messages", "messages"))
+                chats.append(chat)
+            except RowProblem as problem:
+                errors.append((position, str(problem)))
+                chats.append(Chat(text="", trained=[], words=[], ends_with_assistant=False))
+        located = self._tokenizer.encode_chats([chat.text for chat in chats])
+        base = np.concatenate([[0], np.cumsum([_num_bytes(chat.text) for chat in chats], dtype=np.int64)])
+        if any(chat.words for chat in chats):
+            located = self._plain_words(located, chats, base, errors)
+        lengths = np.diff(located.offsets)
+        if self._loss == "all":
+            mask = np.ones(len(located.ids), np.bool_)
+        else:
+            spans = [
+                (base[i] + start, base[i] + stop)
+                for i, chat in enumerate(chats)
+                for start, stop in _in_bytes(chat.text, chat.trained)
+            ]
+            mask = _covered(located, np.array(spans, np.int64).reshape(-1, 2))
+        answered = np.array([chat.ends_with_assistant for chat in chats], np.bool_)
+        everything = self._loss == "all"
+        return self._framed(
+            located.ids,
+            mask,
+            lengths,
+            lengths > 0,
+            bos_trained=everything,
+            eos_trained=answered | everything,
+        )
+
+    def _plain_words(
+        self, located: Located, chats: list[Chat], base: NDArray[np.int64], errors: list[tuple[int, str]]
+    ) -> Located:
+        """Put plain tokens in the place of control tokens that someone's words have made."""
+        ids, starts, ends = [], [], []
+        for i, chat in enumerate(chats):
+            row = slice(located.offsets[i], located.offsets[i + 1])
+            parts = (located.ids[row], located.starts[row], located.ends[row])
+            if chat.words:
+                try:
+                    parts = self._without_forged(chat, parts, int(base[i]))
+                except TokenizerError as error:
+                    errors.append((i, str(error)))
+                    parts = (parts[0][:0], parts[1][:0], parts[2][:0])
+            ids.append(parts[0])
+            starts.append(parts[1])
+            ends.append(parts[2])
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in ids], dtype=np.int64)])
+        return Located(
+            ids=np.concatenate(ids), offsets=offsets, starts=np.concatenate(starts), ends=np.concatenate(ends)
+        )
+
+    def _without_forged(
+        self, chat: Chat, parts: tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]], base: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        ids, starts, ends = parts
+        data = chat.text.encode()
+        control = self._tokenizer.is_control[ids]
+        forged = np.zeros(len(ids), np.bool_)
+        for start, stop in _in_bytes(chat.text, chat.words):
+            forged |= control & (starts < base + stop) & (ends > base + start)
+        words = [
+            self._tokenizer.encode_plain_word(data[starts[at] - base : ends[at] - base].decode())
+            for at in np.flatnonzero(forged)
+        ]
+        if not words:
+            return parts
+        counts = np.ones(len(ids), np.int64)
+        counts[forged] = [len(word) for word in words]
+        origin = np.repeat(np.arange(len(ids)), counts)  # the old token that each new one comes from
+        new_ids = ids[origin]
+        new_ids[forged[origin]] = np.concatenate(words)
+        return new_ids, starts[origin], ends[origin]
+
+    # -------------------------------------------------------------- tokens
+
+    def _tokens(
+        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+        ids: list[NDArray[np.int32]] = []
+        masks: list[NDArray[np.bool_]] = []
+        for position, row in enumerate(rows):
+            try:
+                row_ids, row_mask = ready_ids(row, self._tokenizer.vocab_size, self._fields)
+                if self._loss == "all":
+                    row_mask = np.ones(len(row_ids), np.bool_)
+            except RowProblem as problem:
+                errors.append((position, str(problem)))
+                row_ids, row_mask = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+            ids.append(row_ids)
+            masks.append(row_mask)
+        lengths = np.array([len(row_ids) for row_ids in ids], np.int64)
+        if not ids:
+            return np.zeros(0, np.int32), np.zeros(0, np.bool_), lengths
+        flat, mask = np.concatenate(ids), np.concatenate(masks)
+        return self._framed(flat, mask, lengths, lengths > 0, bos_trained=self._loss == "all")
+
+
+def _settled(name: str, wanted: str | bool, auto: bool, known: int | None, format: str) -> int | None:
+    if wanted is True and known is None:
+        raise TokenizerError(
+            f"tokenizer.add_{name}: true requires a tokenizer that names its {name.upper()} token, this one "
+            f"names none; give its whole folder (tokenizer_config.json says {name}_token), or set auto"
+        )
+    return known if (auto if wanted == "auto" else wanted) else None
+
+
+def _valid(text: str, name: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowProblem(
+                f"field {name}: a text of Unicode characters is required, found a lone surrogate "
+                f"(U+{ord(text[error.start]):04X}) at character {error.start}"
+            ) from error
+    return text
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _in_bytes(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending (start, stop) in characters as the same in bytes of the text's UTF-8."""
+    if text.isascii():
+        return list(spans)
+    found, at, num_bytes = [], 0, 0
+    for start, stop in spans:
+        begin = num_bytes + len(text[at:start].encode())
+        num_bytes = begin + len(text[start:stop].encode())
+        at = stop
+        found.append((begin, num_bytes))
+    return found
+
+
+def _covered(located: Located, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """True for each token that overlaps one of the spans (m, 2), ascending, in bytes of the batch."""
+    first = np.searchsorted(located.ends, spans[:, 0], side="right")
+    last = np.searchsorted(located.starts, spans[:, 1], side="left")
+    steps = np.zeros(len(located.ids) + 1, np.int64)
+    full = first < last  # an empty span may lie inside a token
+    np.add.at(steps, first[full], 1)
+    np.add.at(steps, last[full], -1)
+    return np.cumsum(steps[:-1]) > 0

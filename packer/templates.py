@@ -1,0 +1,190 @@
+"""Chat templates: Jinja in a sandbox, as transformers runs them, and marks that survive rendering.
+
+*Marks* are Unicode noncharacters (U+FDD0 … U+FDEF: never text, by the standard) put into a rendering to
+learn where something lies in it, and taken out again by `unmark`. There are three kinds: around what a
+`{% generation %}` block prints, around control words that stand in a message's own words, and points
+inside the words of a message.
+
+Errors: RenderError (a ValueError), permanent: the template cannot be used. RowError texts of single
+rows are RowProblem, which the renderer turns into entries of its `errors`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+GENERATION_OPEN, GENERATION_CLOSE = "\ufdd1", "\ufdd2"
+WORD_OPEN, WORD_CLOSE = "\ufdd3", "\ufdd4"
+_POINT_OPEN, _POINT_CLOSE = "\ufdd5", "\ufdd6"
+_DIGITS = "\ufde0\ufde1\ufde2\ufde3\ufde4\ufde5\ufde6\ufde7\ufde8\ufde9"
+_TO_DIGITS = str.maketrans("0123456789", _DIGITS)
+_FROM_DIGITS = str.maketrans(_DIGITS, "0123456789")
+_MARK = re.compile(f"([\ufdd1-\ufdd4]|{_POINT_OPEN}[{_DIGITS}]+{_POINT_CLOSE})")
+NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")
+
+# What strftime_now prints: the day that Llama's templates fall back to. A shard is a function of its
+# spec, so it must not depend on the day of packing.
+TODAY = datetime.datetime(2024, 7, 26)
+
+
+class RenderError(ValueError):
+    """A job cannot be rendered: its template, tokenizer, format and loss do not go together."""
+
+
+class RowProblem(ValueError):
+    """One row cannot be rendered; the text is the reason. Never leaves the renderer."""
+
+
+# ------------------------------------------------------------------ marks
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A mark that was in a rendering. `position`: characters before it, marks not counted."""
+
+    kind: str  # GENERATION_OPEN, …; "" for a point
+    message: int  # of a point; else -1
+    position: int
+
+
+def point(message: int) -> str:
+    """The mark of a place in the words of the message with this index."""
+    return f"{_POINT_OPEN}{str(message).translate(_TO_DIGITS)}{_POINT_CLOSE}"
+
+
+def unmark(text: str) -> tuple[str, list[Mark]]:
+    """A rendering without its marks, and the marks in order. Raises RowProblem for a broken mark."""
+    pieces = _MARK.split(text)
+    marks, position = [], 0
+    for piece, mark in zip(pieces[::2], pieces[1::2], strict=False):
+        position += len(piece)
+        if len(mark) == 1:
+            marks.append(Mark(mark, -1, position))
+        else:
+            marks.append(Mark("", int(mark[1:-1].translate(_FROM_DIGITS)), position))
+    plain = "".join(pieces[::2])
+    if NONCHARACTERS.search(plain):
+        raise RowProblem("the chat template takes the words of a message apart, so their place is lost")
+    return plain, marks
+
+
+# ------------------------------------------------------------------ template
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, compiled.
+
+    templates: by name, of which "tool_use" (where it is there) renders rows with tools and "default"
+    the others. special_tokens: names a template may print, {"bos_token": "<s>", …}.
+    """
+
+    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        if "default" not in templates:
+            found = f"only templates named {', '.join(templates)}" if templates else "none"
+            raise RenderError(
+                f"format messages requires a chat template, the tokenizer has {found}; "
+                "set tokenizer.chat_template to a Jinja text or to the path of one"
+            )
+        environment = _environment()
+        self.sources = dict(templates)
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, jinja2.Template] = {}
+        for name, source in templates.items():
+            try:
+                self._compiled[name] = environment.from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise RenderError(
+                    f"the chat template {name!r} is not valid Jinja: line {error.lineno}: {error.message}; "
+                    "correct it or set tokenizer.chat_template"
+                ) from error
+
+    @property
+    def has_generation(self) -> bool:
+        """Whether every template marks the assistant's words with {% generation %}."""
+        return all(re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) for text in self.sources.values())
+
+    @property
+    def uses_today(self) -> bool:
+        return any("strftime_now" in text for text in self.sources.values())
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, *, generation_prompt: bool = False
+    ) -> str:
+        """The text of a conversation, with marks around generation blocks. Raises RowProblem."""
+        name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        try:
+            return self._compiled[name].render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is a program: it may fail in any way
+            raise RowProblem(f"the chat template refuses the row: {_excerpt(error)}") from error
+
+
+def _excerpt(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} … {% endgeneration %}: marks what is printed between."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: jinja2.runtime.Macro) -> str:
+        return f"{GENERATION_OPEN}{caller()}{GENERATION_CLOSE}"
+
+
+class _Dict:
+    """`dict` without attributes to break out by."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What transformers gives to chat templates; today's date is always TODAY."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = TODAY.strftime
+    environment.globals["dict"] = _Dict()
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes HTML.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
