@@ -15,18 +15,11 @@ import pyarrow as pa
 
 from packer.sources import tabular
 from packer.sources.lines import LineIndexer
-from packer.sources.parse import RowFault
+from packer.sources.parse import RowFault, fault_line
 from packer.sources.streams import blocks, open_input, open_stream, spool
 from packer.sources.values import MIB
 from packer.spec import InputFile
 from packer.store import LocalStore
-
-FAULT_MARK = b"!"
-
-
-def fault_line(fault: RowFault) -> bytes:
-    """The line that stands for a record that could not be converted."""
-    return FAULT_MARK + str(fault).replace("\n", " ").encode("utf-8", "replace")
 
 
 class LineSpool:

@@ -8,24 +8,26 @@ from itertools import islice
 from typing import Any
 
 from packer.sources import tabular
+from packer.sources.csvlines import csv_lines
+from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import BOM, TooLong, read_lines
-from packer.sources.parse import JOIN, RowFault, find, is_missing, parse_object
+from packer.sources.parse import JOIN, RowFault, find, is_missing, parse_converted, parse_object
 from packer.sources.streams import blocks, open_stream
 from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
-from packer.spec import InputFile, SourceSpec
+from packer.spec import Format, InputFile, SourceSpec
 
 _SAMPLE_RECORDS = 100
 _SAMPLE_BYTES = MIB
 # A first record up to this size still tells its fields.
 _FIRST_RECORD_BYTES = 32 * MIB
 
-REQUIRED = {
+REQUIRED: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "tokens": ("input_ids",),
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-OPTIONAL = {"messages": ("tools",), "tokens": ("labels",)}
+OPTIONAL: dict[Format, tuple[str, ...]] = {"messages": ("tools",), "tokens": ("labels",)}
 # The names that are tried for each field, in this order.
 ALIASES = {
     "messages": ("messages", "conversations", "conversation"),
@@ -38,21 +40,21 @@ ALIASES = {
 _INSTRUCTION_INPUTS = ("input", "context")
 
 
-def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[str, dict[str, str]]:
+def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[Format, dict[str, str]]:
     """The format, and the full mapping from padfree's names to the source's.
 
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
     does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
     a later record may have them. Raises SourceError where the records do not say.
     """
-    sample, name, fault = _first_sample(inputs)
+    # A text file fits whatever name the other files have for their texts.
+    telling = [input for input in inputs if input.reader != "txt"] or inputs
+    sample, name, fault = _first_sample(telling)
+    if not sample and fault is not None:
+        raise SourceError(f"{name}: no record could be read; the first: {fault}")
     if not sample:
-        if fault is not None:
-            raise SourceError(f"{name}: no record could be read; the first: {fault}")
-        raise SourceError(
-            f"{name}: there is no record in the {len(inputs)} input files; give files that hold some"
-        )
-    formats = [source.format] if source.format != "auto" else _candidates(source.fields)
+        raise SourceError(f"{name}: no record in the {len(inputs)} input files; give files that hold some")
+    formats: list[Format] = [source.format] if source.format != "auto" else _candidates(source.fields)
     for format in formats:
         fields = _mapping(format, source.fields, sample)
         if fields is not None:
@@ -65,7 +67,7 @@ def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[str,
     )
 
 
-def _candidates(given: Mapping[str, str]) -> list[str]:
+def _candidates(given: Mapping[str, str]) -> list[Format]:
     """The formats that the given fields allow."""
     fits = [
         format
@@ -75,13 +77,13 @@ def _candidates(given: Mapping[str, str]) -> list[str]:
     if not fits:
         formats = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items())
         raise SourceError(
-            f"source.fields: {', '.join(given)} do not belong to one format; formats and their fields are {formats}"
+            f"source.fields: {', '.join(given)} do not belong to one format; formats and fields are {formats}"
         )
     return fits
 
 
 def _mapping(
-    format: str, given: Mapping[str, str], sample: Sequence[Mapping[str, Any]]
+    format: Format, given: Mapping[str, str], sample: Sequence[Mapping[str, Any]]
 ) -> dict[str, str] | None:
     """All fields of `format`, or None where a required one is not in the sample."""
     fields: dict[str, str] = {}
@@ -138,8 +140,27 @@ def _sample(input: InputFile) -> Iterator[dict[str, Any] | RowFault]:
     with open_stream(input, max_unpacked_bytes=MAX_UNPACKED_BYTES) as stream:
         if input.reader in ("parquet", "arrow"):
             yield from _table_sample(input, stream)
+        elif input.reader == "txt":
+            yield {"text": ""}
+        elif input.reader == "csv":
+            yield from _parsed(csv_lines(stream, input.path, names=None, max_bytes=_FIRST_RECORD_BYTES))
+        elif input.reader == "json" and not _has_lines(input):
+            yield from _parsed(value_lines(stream, input.path, max_bytes=_FIRST_RECORD_BYTES))
         else:
             yield from _line_sample(stream)
+
+
+def _has_lines(input: InputFile) -> bool:
+    with open_stream(input, max_unpacked_bytes=MAX_UNPACKED_BYTES) as stream:
+        return is_json_lines(stream)
+
+
+def _parsed(lines: Iterator[bytes]) -> Iterator[dict[str, Any] | RowFault]:
+    for line in filter(None, lines):
+        try:
+            yield parse_converted(line)
+        except RowFault as fault:
+            yield fault
 
 
 def _line_sample(stream: Any) -> Iterator[dict[str, Any] | RowFault]:
@@ -148,7 +169,7 @@ def _line_sample(stream: Any) -> Iterator[dict[str, Any] | RowFault]:
     for lines in read_lines(stream, max_bytes=_FIRST_RECORD_BYTES, block_bytes=MIB // 4):
         for raw in lines:
             if isinstance(raw, TooLong):
-                yield RowFault(f"the record has {raw.num_bytes} bytes")
+                yield RowFault(f"the record has {raw.num_bytes} bytes, too many to look at")
                 return
             num_bytes += len(raw)
             text = raw.removeprefix(BOM) if first else raw

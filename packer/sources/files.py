@@ -220,7 +220,7 @@ def content_digests(files: Sequence[tuple[Path, int]]) -> list[str]:
         # One list for all files, so that many small ones keep the threads as busy as one large one.
         digests = pool.map(lambda block: _block_digest(*block), list(_blocks_of(files)))
         wholes = []
-        for path, num_bytes in files:
+        for _, num_bytes in files:
             whole = hashlib.sha256()
             for _ in range(-(-num_bytes // _DIGEST_BLOCK_BYTES)):
                 whole.update(next(digests))

@@ -13,11 +13,13 @@ import numpy as np
 
 from packer.sources import tabular
 from packer.sources.convert import LineSpool, open_raw, table_lines
+from packer.sources.csvlines import csv_lines
 from packer.sources.files import content_digests
+from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import LineIndexer
 from packer.sources.parse import roots
-from packer.sources.streams import blocks, changed, open_input, open_stream, spool, spool_key
-from packer.sources.values import MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, SourceError, Unit
+from packer.sources.streams import Stream, blocks, changed, open_input, open_stream, spool, spool_key
+from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
 from packer.spec import InputFile
 from packer.store import LocalStore
 
@@ -40,6 +42,9 @@ class _Task:
 
     def file(self, **values: Any) -> RecordFile:
         return RecordFile(input=self.input, mtime_ns=self.mtime_ns, **values)
+
+    def stream(self) -> contextlib.AbstractContextManager[Stream]:
+        return open_stream(self.input, max_unpacked_bytes=self.max_unpacked_bytes)
 
     def spool(self, key: str | None) -> contextlib.AbstractContextManager[BinaryIO | None]:
         return contextlib.nullcontext() if key is None else spool(self.store, key)
@@ -99,7 +104,7 @@ def _index_lines(task: _Task) -> FileIndex:
     offsets_key = f"{key}.offsets" if task.random_access else None
     unpacked_key = f"{key}.jsonl" if task.input.compression else None
     with (
-        open_stream(task.input, max_unpacked_bytes=task.max_unpacked_bytes) as stream,
+        task.stream() as stream,
         task.spool(offsets_key) as offsets,
         task.spool(unpacked_key) as unpacked,
     ):
@@ -130,12 +135,11 @@ def _index_converted(task: _Task, lines: Iterable[bytes], unit: Unit, *what: str
             lines_out.write(line)
         marks = lines_out.finish()
     record_file = task.file(
-        layout="lines",
+        layout="converted",
         unit=unit,
         num_records=lines_out.num_records,
         num_bytes=lines_out.num_bytes,
         spool=f"{key}.jsonl",
-        converted=True,
         offsets=offsets_key,
     )
     return FileIndex(file=record_file, marks=marks)
@@ -158,6 +162,33 @@ def _index_table(task: _Task) -> FileIndex:
         return _index_converted(task, table_lines(rows), "row", *sorted(task.names))
 
 
+def _index_json(task: _Task) -> FileIndex:
+    with task.stream() as stream:
+        if is_json_lines(stream):
+            return _index_lines(task)
+    with task.stream() as stream:
+        lines = value_lines(stream, task.input.path, max_bytes=task.max_row_bytes)
+        return _index_converted(task, lines, "record")
+
+
+def _index_csv(task: _Task) -> FileIndex:
+    with task.stream() as stream:
+        lines = csv_lines(stream, task.input.path, names=task.names, max_bytes=task.max_row_bytes)
+        return _index_converted(task, lines, "line", *sorted(task.names))
+
+
+def _index_document(task: _Task) -> FileIndex:
+    key, num_bytes = None, task.input.num_bytes
+    if task.input.compression:
+        key, num_bytes = f"{task.key()}.txt", 0
+        with task.stream() as stream, spool(task.store, key) as unpacked:
+            for block in blocks(stream):
+                unpacked.write(block)
+                num_bytes += len(block)
+    file = task.file(layout="document", unit="line", num_records=1, num_bytes=num_bytes, spool=key)
+    return FileIndex(file=file, marks=np.array([(0, 0, 1, 0)], MARK))
+
+
 @contextlib.contextmanager
 def _open_table(task: _Task) -> Iterator[Any]:
     raw_key = f"{task.key()}-{os.getpid()}.{task.input.reader}"
@@ -168,4 +199,11 @@ def _open_table(task: _Task) -> Iterator[Any]:
         yield table
 
 
-_INDEXERS = {"jsonl": _index_lines, "parquet": _index_table, "arrow": _index_table}
+_INDEXERS = {
+    "jsonl": _index_lines,
+    "json": _index_json,
+    "csv": _index_csv,
+    "txt": _index_document,
+    "parquet": _index_table,
+    "arrow": _index_table,
+}

@@ -17,6 +17,7 @@ from packer.sources.values import MARK, MARK_BYTES, OFFSET
 
 BOM = b"\xef\xbb\xbf"
 _NEWLINE = 10
+_HEAD_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class TooLong:
     """Stands for a line over the limit; its bytes were not kept."""
 
     num_bytes: int
+    head: bytes  # its first bytes
 
 
 class LineIndexer:
@@ -95,7 +97,7 @@ def read_lines(
 
     Blank lines are given too, so that lines can be counted; an empty end behind the last \\n is not.
     """
-    parts: list[bytes] = []
+    parts: list[bytes] = []  # of the line that is open; its head alone once it is too long
     held = 0
     block_bytes = min(block_bytes, max_bytes)  # so that only a line over a block's end can be too long
     while block := stream.read(block_bytes):
@@ -106,14 +108,20 @@ def read_lines(
             if held:
                 first = lines[0]
                 assert isinstance(first, bytes)
-                held += len(first)
-                lines[0] = TooLong(num_bytes=held) if held > max_bytes else b"".join((*parts, first))
+                lines[0] = _line([*parts, first], held + len(first), max_bytes)
             parts, held = [], 0
             yield lines
         held += len(rest)
         if held > max_bytes:
-            parts = []  # counted on, not kept
+            parts = parts[:1] or [rest[:_HEAD_BYTES]]
+            parts[0] = parts[0][:_HEAD_BYTES]
         elif rest:
             parts.append(rest)
     if held:
-        yield [TooLong(num_bytes=held) if held > max_bytes else b"".join(parts)]
+        yield [_line(parts, held, max_bytes)]
+
+
+def _line(parts: list[bytes], num_bytes: int, max_bytes: int) -> bytes | TooLong:
+    if num_bytes > max_bytes:
+        return TooLong(num_bytes=num_bytes, head=parts[0][:_HEAD_BYTES])
+    return b"".join(parts)

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 _EXCERPT = 40
+_FAULT_MARK = b"!"  # no JSON value begins with it
 _MISSING = object()
 JOIN = "+"  # "instruction+input": both texts, a blank line between them
 
@@ -33,6 +34,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 def _parse_slowly(raw: bytes) -> Any:
     """What orjson refuses and JSON as Python writes it allows; else the reason."""
+    raw = raw.rstrip()
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -51,6 +53,26 @@ def _parse_slowly(raw: bytes) -> Any:
     except ValueError as error:  # a number of thousands of digits
         raise RowFault(f"not JSON that can be read ({error})") from None
     return value
+
+
+def fault_line(fault: RowFault) -> bytes:
+    """The line that stands for a record that could not be converted to JSON."""
+    return _FAULT_MARK + str(fault).replace("\n", " ").encode("utf-8", "replace")
+
+
+def parse_converted(raw: bytes) -> dict[str, Any]:
+    """The object of one line of a spool that was made from another form. Raises RowFault."""
+    if raw.startswith(_FAULT_MARK):
+        raise RowFault(raw[len(_FAULT_MARK) :].rstrip().decode("utf-8", "replace"))
+    return parse_object(raw)
+
+
+def parse_document(raw: bytes) -> dict[str, Any]:
+    """A whole file as the field `text`. Raises RowFault."""
+    try:
+        return {"text": raw.removeprefix(b"\xef\xbb\xbf").decode("utf-8")}
+    except UnicodeDecodeError as error:
+        raise RowFault(f"not UTF-8 (byte {error.start + 1} of the file)") from None
 
 
 def excerpt(text: str) -> str:

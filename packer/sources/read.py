@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from packer.order import permute
 from packer.sources import tabular
-from packer.sources.convert import FAULT_MARK
 from packer.sources.lines import TooLong, read_lines
-from packer.sources.parse import FieldPicker, RowFault, parse_object, roots
+from packer.sources.parse import FieldPicker, RowFault, parse_converted, parse_document, parse_object, roots
 from packer.sources.streams import changed, check_unchanged, open_input
 from packer.sources.values import (
     MAX_ROW_BYTES,
     MIB,
     OFFSET,
+    Layout,
     Locations,
     Partition,
     RecordFile,
@@ -30,6 +30,8 @@ from packer.sources.values import (
     Unit,
 )
 from packer.store import LocalStore
+
+Parser = Callable[[bytes], dict[str, Any]] | None
 
 BATCH_RECORDS = 1000
 BATCH_BYTES = 8 * MIB
@@ -48,6 +50,7 @@ class _Batcher:
     pick: FieldPicker
     max_row_bytes: int
     files: list[tuple[str, Unit]]
+    parse: list[Parser]  # of each file's records
     ids: list[int] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     which: list[int] = field(default_factory=list)
@@ -59,24 +62,28 @@ class _Batcher:
     def full(self) -> bool:
         return len(self.rows) + len(self.errors) >= BATCH_RECORDS or self.num_bytes >= BATCH_BYTES
 
-    def add_raw(
-        self, example_id: int, which: int, number: int, raw: bytes | TooLong, converted: bool
-    ) -> None:
-        """One record as its line of JSON."""
+    def add_raw(self, example_id: int, which: int, number: int, raw: bytes | TooLong) -> None:
+        """One record as the bytes that lie in its file."""
         try:
             if isinstance(raw, TooLong):
+                limit = self.max_row_bytes
                 raise RowFault(
-                    f"the record has {raw.num_bytes} bytes, more than the limit of {self.max_row_bytes}: split it"
+                    f"the record has {raw.num_bytes} bytes, more than the limit of {limit}: split it"
                 )
             self.num_bytes += len(raw)
-            if converted and raw.startswith(FAULT_MARK):
-                raise RowFault(raw[len(FAULT_MARK) :].decode("utf-8", "replace"))
-            self.add(example_id, which, number, parse_object(raw))
+            parse = self.parse[which]
+            if parse is None:
+                self.add_row(example_id, which, number, parse_document(raw))
+            else:
+                self.add(example_id, which, number, parse(raw))
         except RowFault as fault:
             self.reject(example_id, which, number, fault)
 
     def add(self, example_id: int, which: int, number: int, record: dict[str, Any]) -> None:
-        self.rows.append(self.pick(record))
+        self.add_row(example_id, which, number, self.pick(record))
+
+    def add_row(self, example_id: int, which: int, number: int, row: dict[str, Any]) -> None:
+        self.rows.append(row)
         self.ids.append(example_id)
         self.which.append(which)
         self.numbers.append(number)
@@ -118,6 +125,7 @@ def read_partition(
         pick=FieldPicker(fields),
         max_row_bytes=max_row_bytes,
         files=[(span.file.input.path, span.file.unit) for span in partition.spans],
+        parse=[_PARSERS[span.file.layout] for span in partition.spans],
     )
     steps = (
         _read_in_order(partition, store, roots(fields), batcher)
@@ -165,7 +173,7 @@ def _read_line_span(
             if isinstance(raw, bytes) and (not raw or raw.isspace()):
                 continue
             if ordinal >= span.start:
-                batcher.add_raw(span.first + ordinal, which, number - 1, raw, span.file.converted)
+                batcher.add_raw(span.first + ordinal, which, number - 1, raw)
                 if batcher.full:
                     yield
             ordinal += 1
@@ -195,14 +203,39 @@ def _read_row_span(
     raise changed(span.file.input, f"row {span.stop} is not there any more")
 
 
-_READERS = {"lines": _read_line_span, "rows": _read_row_span}
+def _read_document_span(
+    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: _Batcher
+) -> Iterator[None]:
+    batcher.add_raw(span.first, which, 1, _read_document(span.file, file, batcher.max_row_bytes))
+    if batcher.full:
+        yield
+
+
+def _read_document(document: RecordFile, file: BinaryIO, max_row_bytes: int) -> bytes | TooLong:
+    if document.num_bytes > max_row_bytes:
+        return TooLong(num_bytes=document.num_bytes, head=b"")
+    return file.read()
+
+
+_READERS = {
+    "lines": _read_line_span,
+    "converted": _read_line_span,
+    "rows": _read_row_span,
+    "document": _read_document_span,
+}
+_PARSERS: dict[Layout, Parser] = {
+    "lines": parse_object,
+    "converted": parse_converted,
+    "rows": None,  # rows come parsed
+    "document": None,  # a text, under whatever name other files have theirs
+}
 
 
 # ------------------------------------------------------------------ shuffled
 
 
 def _read_shuffled(partition: Partition, store: LocalStore, batcher: _Batcher) -> Iterator[None]:
-    """Records by random access, part by part: places first, then bytes in file order, then in stream order."""
+    """Records by random access, part by part: read in file order, given in stream order."""
     assert partition.seed is not None
     firsts = np.array([span.first for span in partition.spans], np.int64)
     for low in range(partition.start, partition.stop, _GATHER_RECORDS):
@@ -213,8 +246,7 @@ def _read_shuffled(partition: Partition, store: LocalStore, batcher: _Batcher) -
         for part in _parts(places["end"] - places["offset"]):
             raws = _gather(partition.spans, which[part], places[part], store, batcher.max_row_bytes)
             for at, raw in zip(range(part.start, part.stop), raws, strict=True):
-                file = partition.spans[which[at]].file
-                batcher.add_raw(int(ids[at]), int(which[at]), int(places["line"][at]), raw, file.converted)
+                batcher.add_raw(int(ids[at]), int(which[at]), int(places["line"][at]), raw)
                 if batcher.full:
                     yield
 
@@ -228,11 +260,14 @@ def _places(
     """Where each record lies in its file. (k,) of _PLACE."""
     places = np.empty(len(which), _PLACE)
     for number in np.unique(which):
-        key = spans[number].file.offsets
-        assert key is not None, "indexed without random_access"
         mine = np.flatnonzero(which == number)
+        file = spans[number].file
+        if file.layout == "document":
+            places[mine] = (0, file.num_bytes, 1)
+            continue
+        assert file.offsets is not None, "indexed without random_access"
         # Mapped anew for each part, so that pages which were touched do not add up.
-        offsets = np.memmap(store.path(key), OFFSET, "r")
+        offsets = np.memmap(store.path(file.offsets), OFFSET, "r")
         rows = ordinals[mine]
         places["offset"][mine] = offsets["offset"][rows]
         places["end"][mine] = offsets["offset"][rows + 1]
@@ -259,7 +294,11 @@ def _gather(
     order = np.lexsort((places["offset"], which))
     for number in np.unique(which):
         mine = order[which[order] == number]
-        with _open(spans[number].file, store) as file:
+        record_file = spans[number].file
+        with _open(record_file, store) as file:
+            if record_file.layout == "document":
+                raws[mine[0]] = _read_document(record_file, file, max_row_bytes)
+                continue
             for run in _runs(places["offset"][mine], places["end"][mine], min(_RUN_BYTES, max_row_bytes)):
                 wanted = mine[run]
                 begin, end = int(places["offset"][wanted[0]]), int(places["end"][wanted[-1]])
@@ -268,9 +307,9 @@ def _gather(
                     continue
                 data = os.pread(file.fileno(), end - begin, begin)
                 if len(data) < end - begin:
-                    raise changed(spans[number].file.input, f"byte {begin + len(data)} is its end now")
+                    raise changed(record_file.input, f"byte {begin + len(data)} is its end now")
                 for at in wanted:
-                    raws[at] = data[places["offset"][at] - begin : places["end"][at] - begin].rstrip(b"\r\n")
+                    raws[at] = data[places["offset"][at] - begin : places["end"][at] - begin]
     return raws
 
 

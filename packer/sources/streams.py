@@ -41,8 +41,8 @@ class _Unpacked:
         except OSError as error:
             suffix = _SUFFIX_OF[self._input.compression or ""]
             raise SourceError(
-                f"{self._input.path}: a whole {self._input.compression} file is required by its name ({suffix}), "
-                f"found one that cannot be unpacked ({error}); it may be cut off: fetch or pack it again"
+                f"{self._input.path}: a whole {self._input.compression} file is required by its name "
+                f"({suffix}), found one that cannot be unpacked ({error}); it may be cut off: fetch it again"
             ) from error
         self._num_bytes += len(block)
         if self._num_bytes > self._limit:
@@ -91,7 +91,8 @@ def check_unchanged(file: BinaryIO, input: InputFile, mtime_ns: int) -> None:
 
 def changed(input: InputFile, how: str) -> SourceError:
     return SourceError(
-        f"{input.path}: the file changed while it was packed ({how}); leave inputs alone and post the dataset again"
+        f"{input.path}: the file changed while it was packed ({how}); "
+        "leave inputs alone and post the dataset again"
     )
 
 

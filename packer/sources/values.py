@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -22,8 +22,9 @@ MARK_BYTES = MIB
 
 # Which place in a file a number means: a line of text, a row of a table, a value of a JSON file.
 Unit = Literal["line", "row", "record"]
-# "lines": one JSON value a line. "rows": a table with row groups. "document": one text, one record.
-Layout = Literal["lines", "rows", "document"]
+# "lines": one JSON value a line. "converted": the same, but a line that begins with "!" tells why its record
+# could not be converted. "rows": a table with row groups. "document": one text, one record.
+Layout = Literal["lines", "converted", "rows", "document"]
 
 # Where a reader can begin: `ordinal` of the record within its file, where it lies (`offset`: bytes, or
 # the number of the row group), its `line`, and how much text (`num_bytes`) comes before it.
@@ -113,7 +114,6 @@ class RecordFile:
     num_bytes: int  # of text: what partitions are measured by
     mtime_ns: int  # of the input when it was indexed
     spool: str | None = None  # store key of the records, where they are not read from the input itself
-    converted: bool = False  # the spool was made from another form: "!" begins a line that tells why not
     offsets: str | None = None  # store key of an array of OFFSET
 
 
@@ -153,19 +153,3 @@ class Partition:
     num_records: int
     seed: int | None
     spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How much one record and one unpacked file may take."""
-
-    row_bytes: int = MAX_ROW_BYTES
-    unpacked_bytes: int = MAX_UNPACKED_BYTES
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detected:
-    """What `detect_format` settled. Unpacks as (format, fields)."""
-
-    format: str
-    fields: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,83 @@
+"""CSV to JSON Lines: a header row, then a record a row; all values are text."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+
+import orjson
+
+from packer.sources.lines import BOM, TooLong, read_lines
+from packer.sources.parse import RowFault, fault_line
+from packer.sources.streams import Stream
+from packer.sources.values import MIB, SourceError
+
+# The csv module holds a field as 4 bytes a character, and again when it grows.
+_MAX_FIELD_CHARS = 64 * MIB
+# Follows the file's last line: where it is found inside a value, a quote was never closed.
+_END = "\x00end\x00"
+
+
+def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_bytes: int) -> Iterator[bytes]:
+    """Each record as a line of JSON, at the line number where it begins in the file.
+
+    Lines of the file where no record begins (the header, blank lines, the rest of a value over several
+    lines) become blank lines, so that numbers stay true. `names`: the columns in use; None takes all.
+    Raises SourceError for a header that does not tell its columns apart.
+    """
+    csv.field_size_limit(
+        _MAX_FIELD_CHARS
+    )  # the module's default is 128 KiB; it knows no limit of a reader's own
+    reader = csv.reader(_texts(stream, path, max_bytes))
+    header = next(reader)
+    if header == [_END]:
+        return
+    if _END in header[-1]:
+        raise SourceError(f"{path}: the header row has a quote that is not closed; correct it")
+    columns = [(at, name) for at, name in enumerate(header) if names is None or name in names]
+    twice = [name for name, count in Counter(name for _, name in columns).items() if count > 1 and name]
+    if twice:
+        raise SourceError(f"{path}: the header row names column {twice[0]!r} twice; rename one of them")
+    written = 0
+    while True:
+        begins = reader.line_num + 1
+        try:
+            row = next(reader)
+            if row == [_END]:
+                return
+            line = _record(row, columns, len(header)) if row else b""
+        except csv.Error as error:
+            line = fault_line(RowFault(f"not CSV ({error})"))
+        except RowFault as fault:
+            line = fault_line(fault)
+        if line:
+            for _ in range(begins - 1 - written):
+                yield b""
+            yield line
+            written = begins
+
+
+def _texts(stream: Stream, path: str, max_bytes: int) -> Iterator[str]:
+    first = True
+    number = 0
+    for lines in read_lines(stream, max_bytes=max_bytes):
+        for raw in lines:
+            number += 1
+            if isinstance(raw, TooLong):
+                found = f"{raw.num_bytes} bytes, more than the limit of {max_bytes}"
+                raise SourceError(f"{path}, line {number}: {found}; split it")
+            yield (raw.removeprefix(BOM) if first else raw).decode("utf-8", "surrogateescape") + "\n"
+            first = False
+    yield _END
+
+
+def _record(row: list[str], columns: list[tuple[int, str]], num_columns: int) -> bytes:
+    if row[-1].endswith(_END):
+        raise RowFault("not CSV (a quote is not closed: all that follows would be one value)")
+    if len(row) != num_columns:
+        raise RowFault(f"{len(row)} values for {num_columns} columns")
+    try:
+        return orjson.dumps({name: row[at] for at, name in columns})
+    except TypeError:
+        raise RowFault("not UTF-8") from None
