@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from packer.runners import InlineRunner, Runner
 from service import logs
@@ -18,6 +20,8 @@ from service.settings import Settings, SettingsError
 from service.state import Service
 
 log = logging.getLogger("padfree.service")
+
+_FLUSH_S = 1.0  # for a stream that was cut off to leave the socket's buffer
 
 
 def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
@@ -40,6 +44,16 @@ def serve(settings: Settings) -> int:
     logs.configure(settings)
     listener = bind(settings)
     app = create_app(settings, runner_for(settings))
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log.info("serving %s at http://%s:%d", settings.store, shown, port)
+    with _signals_end_in_order():
+        server_for(app, settings).run(sockets=[listener])
+    return 0
+
+
+def server_for(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    """The server of an application made by `create_app`; run it with a socket from `bind`."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -47,12 +61,7 @@ def serve(settings: Settings) -> int:
         server_header=False,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_s)),
     )
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    log.info("serving %s at http://%s:%d", settings.store, shown, port)
-    with _signals_end_in_order():
-        _Server(config, app.state.padfree).run(sockets=[listener])
-    return 0
+    return _Server(config, app.state.padfree)
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -76,7 +85,15 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.begin_shutdown()
+        asyncio.get_running_loop().call_later(_FLUSH_S, self._abort_cut_off)
         await super().shutdown(sockets)
+
+    def _abort_cut_off(self) -> None:
+        """Let go of readers that do not take what was sent before their stream was cut off."""
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None and transport.is_closing():
+                transport.abort()
 
 
 @contextlib.contextmanager

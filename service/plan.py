@@ -171,7 +171,7 @@ class ChunkReader:
         packs = window.pack[first:stop]
         real = packs[packs != _FILLER]
         data, starts, _ = self._read(real)
-        ends = [*starts[1:], len(data)]
+        ends = [*starts[1:], len(data)][: len(starts)]  # none where all are fillers
         merged = [
             pack
             for start, end in zip(starts, ends, strict=True)
