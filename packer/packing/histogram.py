@@ -8,6 +8,9 @@ then the longest that fits, again and again (first-fit decreasing, Johnson 1973)
 fill what is left exactly. Of several exact pairs the most even one is taken: it keeps the short lengths,
 which can close any gap, for the end. If a pack does not close, a depth-first search lowers its last
 pieces, within a bounded number of nodes, and the fullest pack seen is the pattern.
+
+Where that misses the lower bound, it is done again with the least even pairs and as first-fit decreasing
+alone, and the fewest packs win; so no plan has more packs than first-fit decreasing's.
 """
 
 from __future__ import annotations
@@ -59,7 +62,17 @@ def histogram_best_fit(sizes: Int64, capacity: int, seed: int | None = None) -> 
 
 def patterns(counts: Int64, capacity: int) -> list[Pattern]:
     """Patterns that use up `counts`, (capacity + 1,) int64: how many pieces there are of each length."""
-    return _Search(counts, capacity).run()
+    bound = lower_bound_of(counts, capacity)
+    best: list[Pattern] = []
+    fewest = -1
+    for closing in ("even", "uneven", "none"):
+        found = _Search(counts, capacity, closing).run()
+        num_packs = sum(pattern.repeats for pattern in found)
+        if fewest < 0 or num_packs < fewest:
+            best, fewest = found, num_packs
+        if fewest == bound:
+            break
+    return best
 
 
 def lower_bound_of(counts: Int64, capacity: int) -> int:
@@ -81,11 +94,16 @@ def lower_bound_of(counts: Int64, capacity: int) -> int:
 
 
 class _Search:
-    """The lengths that are left, and the pack being made from them."""
+    """The lengths that are left, and the pack being made from them.
 
-    def __init__(self, counts: Int64, capacity: int) -> None:
+    closing: which of several exact pairs closes a pack, the most "even" or the most "uneven"; "none" takes
+    the longest that fits to the end and searches no further.
+    """
+
+    def __init__(self, counts: Int64, capacity: int, closing: str) -> None:
         there = np.flatnonzero(counts)
-        self.capacity = capacity
+        self.capacity, self.closing = capacity, closing
+        self.max_nodes = 0 if closing == "none" else _NODES
         self.present: list[int] = there.tolist()
         self.left: dict[int, int] = dict(zip(self.present, counts[there].tolist(), strict=True))
         self.forward, self.backward = bit_sets(there, capacity)
@@ -113,7 +131,7 @@ class _Search:
             while room:
                 nodes += 1
                 top = self._longest(room, used)
-                closing = self._closing(room, used) if room <= 2 * top else ()
+                closing = self._closing(room, used) if self.max_nodes and room <= 2 * top else ()
                 if closing:
                     for length in closing:
                         used[length] = used.get(length, 0) + 1
@@ -129,7 +147,7 @@ class _Search:
                 limit = length
             if room < slack:
                 best, slack = {length: copies for length, copies in used.items() if copies}, room
-            if not slack or nodes >= _NODES:
+            if not slack or nodes >= self.max_nodes:
                 return best
             room, limit = self._lower_last(taken, used, room)
             if not limit:
@@ -167,9 +185,9 @@ class _Search:
         for _ in range(_PAIRS):
             if not pairs:
                 break
-            lowest = pairs & -pairs
-            pairs ^= lowest
-            longer = lowest.bit_length() - 1 + half
+            bit = (pairs & -pairs if self.closing == "even" else pairs).bit_length() - 1
+            pairs ^= 1 << bit
+            longer = bit + half
             shorter = room - longer
             needed = 2 if longer == shorter else 1
             if shorter and all(self.left[x] >= needed + used.get(x, 0) for x in (longer, shorter)):

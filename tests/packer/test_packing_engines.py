@@ -1,0 +1,198 @@
+"""The best-fit engines: against an exhaustive optimum, on data of real shape, and in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packer.packing import plan
+from packer.packing.decreasing import best_fit_decreasing, fewest_packs
+from packer.packing.histogram import histogram_best_fit, lower_bound_of
+from packer.packing.shuffle import BALANCE_GROUP
+from packer.packing.values import Int64, Layout
+from packer.packing.window import window_best_fit
+
+Engine = Callable[[Int64, int], Layout]
+ENGINES: list[Engine] = [window_best_fit, histogram_best_fit, fewest_packs]
+
+
+def optimum(sizes: list[int], capacity: int) -> int:
+    """Fewest packs, by trying everything: the best (packs, tokens in the last) of every subset."""
+    best = [(len(sizes) + 1, 0)] * (1 << len(sizes))
+    best[0] = (1, 0)
+    for subset, (packs, last) in enumerate(best):
+        for place, size in enumerate(sizes):
+            if not subset >> place & 1:
+                grown = (packs, last + size) if last + size <= capacity else (packs + 1, size)
+                best[subset | 1 << place] = min(best[subset | 1 << place], grown)
+    return best[-1][0] if sizes else 0
+
+
+def first_fit_decreasing(sizes: list[int], capacity: int) -> int:
+    rooms: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        for pack, room in enumerate(rooms):
+            if size <= room:
+                rooms[pack] -= size
+                break
+        else:
+            rooms.append(capacity - size)
+    return len(rooms)
+
+
+def check(layout: Layout, sizes: Int64, capacity: int) -> int:
+    assert np.array_equal(np.sort(layout.order), np.arange(len(sizes)))
+    fills = np.add.reduceat(sizes[layout.order], layout.offsets[:-1])
+    assert fills.max() <= capacity
+    assert (np.diff(layout.offsets) > 0).all()
+    assert layout.offsets[-1] == len(sizes)
+    return len(fills)
+
+
+@st.composite
+def few_sizes(draw: st.DrawFn) -> tuple[list[int], int]:
+    capacity = draw(st.integers(4, 40))
+    low = draw(st.integers(1, capacity))
+    return draw(st.lists(st.integers(low, capacity), min_size=1, max_size=9)), capacity
+
+
+@settings(max_examples=300)
+@given(few_sizes())
+def test_small_cases_take_the_fewest_packs(case: tuple[list[int], int]) -> None:
+    sizes, capacity = case
+    fewest = optimum(sizes, capacity)
+    array = np.array(sizes, np.int64)
+    assert lower_bound_of(np.bincount(array, minlength=capacity + 1), capacity) <= fewest
+    for engine in ENGINES:
+        assert check(engine(array, capacity), array, capacity) == fewest
+
+
+@st.composite
+def many_sizes(draw: st.DrawFn) -> tuple[Int64, int]:
+    """Several windows of sizes: few kinds or many, narrow or wide."""
+    capacity = draw(st.integers(20, 3000))
+    low = draw(st.integers(1, capacity))
+    high = draw(st.integers(low, capacity))
+    seed = draw(st.integers(0, 2**32))
+    return np.random.default_rng(seed).integers(low, high + 1, draw(st.integers(200, 1500))), capacity
+
+
+@settings(max_examples=60)
+@given(many_sizes(), st.sampled_from([1, 2, 16, 256]))
+def test_a_window_of_any_size_packs_each_piece_once(case: tuple[Int64, int], window: int) -> None:
+    sizes, capacity = case
+    check(window_best_fit(sizes, capacity, window), sizes, capacity)
+
+
+@settings(max_examples=60)
+@given(many_sizes())
+def test_the_histogram_engine_is_no_worse_than_first_fit_decreasing(case: tuple[Int64, int]) -> None:
+    sizes, capacity = case
+    num_packs = check(histogram_best_fit(sizes, capacity), sizes, capacity)
+    assert num_packs <= first_fit_decreasing(sizes.tolist(), capacity)
+    assert num_packs >= lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 50))
+def test_best_fit_decreasing_is_the_textbooks(sizes: list[int], capacity: int) -> None:
+    rooms: list[int] = []
+    for size in sorted(sizes, reverse=True):
+        fitting = [room for room in rooms if room >= size]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else capacity) - size)
+    array = np.array(sizes, np.int64)
+    layout = best_fit_decreasing(array, capacity)
+    check(layout, array, capacity)
+    fills = np.add.reduceat(array[layout.order], layout.offsets[:-1])
+    assert sorted((capacity - fills).tolist()) == sorted(rooms)
+
+
+def lognormal(median: float, sigma: float, low: int, high: int, n: int) -> Int64:
+    drawn = np.random.default_rng(7).lognormal(np.log(median), sigma, n)
+    return np.clip(drawn, low, high).astype(np.int64)
+
+
+SHAPES = {
+    "mixed": (lognormal(120, 1.0, 16, 2048, 30_000), 4096),
+    "narrow": (lognormal(330, 0.35, 32, 2048, 30_000), 2048),
+    "long": (lognormal(600, 1.3, 32, 8192, 30_000), 8192),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packs_are_as_few_as_the_bound_allows(shape: str) -> None:
+    sizes, capacity = SHAPES[shape]
+    bound = lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)
+    assert check(histogram_best_fit(sizes, capacity, 3), sizes, capacity) <= bound * 1.001
+    windowed = check(window_best_fit(sizes, capacity), sizes, capacity)
+    assert sizes.sum() / (windowed * capacity) >= 0.998
+
+
+def rank_correlation(a: Int64, b: Int64) -> float:
+    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+
+
+@pytest.mark.parametrize("scope", ["window", "global"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_seeded_order_says_nothing_about_length(shape: str, scope: str) -> None:
+    sizes, capacity = SHAPES[shape]
+    planned = plan(sizes, capacity, scope=scope, seed=5)
+    assert abs(rank_correlation(np.arange(len(sizes)), planned.length)) < 0.03
+    counts = np.diff(planned.pack_offsets)
+    place = np.arange(len(sizes)) - np.repeat(planned.pack_offsets[:-1], counts)
+    middle = np.repeat(counts, counts)
+    several = middle > 1
+    share = place[several] / (middle[several] - 1)  # 0 for a pack's first segment, 1 for its last
+    assert abs(np.corrcoef(share, np.log(planned.length[several]))[0, 1]) < 0.03
+
+
+def test_the_window_keeps_the_order_of_the_stream() -> None:
+    sizes, capacity = SHAPES["mixed"]
+    planned = plan(sizes, capacity)
+    assert rank_correlation(planned.example, np.arange(len(sizes))) > 0.99
+
+
+def test_equal_lengths_are_drawn_by_seed() -> None:
+    sizes = np.full(1000, 5, np.int64)
+    one, two = (plan(sizes, 10, scope="global", seed=seed) for seed in (1, 2))
+    partner = {tuple(sorted(pair)) for pair in one.example.reshape(-1, 2).tolist()}
+    again = {tuple(sorted(pair)) for pair in two.example.reshape(-1, 2).tolist()}
+    assert len(partner & again) < 20
+
+
+def test_balance_puts_packs_of_equal_cost_side_by_side() -> None:
+    sizes, capacity = SHAPES["long"]
+
+    def idle(balance: str) -> float:
+        """Share of attention time that 8 ranks wait for the slowest, over all steps."""
+        planned = plan(sizes, capacity, balance=balance, seed=3)
+        costs = np.add.reduceat(planned.length**2, planned.pack_offsets[:-1])
+        steps = costs[: len(costs) // 8 * 8].reshape(-1, 8)
+        return float(1 - steps.mean() / steps.max(axis=1).mean())
+
+    plain, balanced = idle("none"), idle("attention")
+    assert balanced < plain / 2
+    # The groups themselves come in no order of cost.
+    planned = plan(sizes, capacity, balance="attention", seed=3)
+    costs = np.add.reduceat(planned.length**2, planned.pack_offsets[:-1])
+    groups = costs[: len(costs) // BALANCE_GROUP * BALANCE_GROUP].reshape(-1, BALANCE_GROUP).mean(axis=1)
+    assert abs(rank_correlation(np.arange(len(groups)), groups)) < 0.6
+
+
+def test_plans_are_the_same_on_every_machine_for_ever() -> None:
+    # Written down: a change here gives other bytes for the same spec. Raise spec.ENGINE_VERSION with it.
+    sizes = (np.arange(1, 2001) * 7919) % 500 + 1
+    found = {}
+    for scope in ("window", "global"):
+        planned = plan(sizes, 1024, scope=scope, seed=11)
+        weights = np.arange(1, len(planned.example) + 1)
+        found[scope] = (planned.num_packs, int((planned.example * weights).sum()))
+    assert found == GOLDEN
+
+
+GOLDEN = {"window": (490, 1995393354), "global": (490, 2014807092)}
