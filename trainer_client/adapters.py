@@ -75,8 +75,6 @@ def for_megatron(batch: PackedBatch, *, device: Any = None) -> dict[str, Any]:
     cu_seqlens_q/kv_padded say where segments lie (padding behind a segment belongs to it); max_seqlen
     with the padding.
     """
-    import torch
-
     arrays = on_device.tensors(batch, device)
     ids = arrays.input_ids.long()
     real, where = padded_boundaries(batch)
@@ -85,8 +83,8 @@ def for_megatron(batch: PackedBatch, *, device: Any = None) -> dict[str, Any]:
     cu_padded = on_device.to_device(where, ids.device)
     return {
         "tokens": ids[None],
-        "labels": torch.cat([ids[1:], ids.new_zeros(1)])[None],
-        "loss_mask": torch.cat([arrays.loss_mask[1:], arrays.loss_mask.new_zeros(1)]).float()[None],
+        "labels": on_device.shifted(ids)[None],
+        "loss_mask": on_device.shifted(arrays.loss_mask).float()[None],
         "position_ids": arrays.position_ids.long()[None],
         "packed_seq_params": {
             "qkv_format": "thd",

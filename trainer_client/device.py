@@ -57,6 +57,11 @@ def to_device(array: np.ndarray, device: Any) -> torch.Tensor:
     return torch.from_numpy(np.array(array, copy=True)).to(device, non_blocking=True)
 
 
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """(n,) moved one place to the left, with a zero at the end."""
+    return torch.cat([tensor[1:], tensor.new_zeros(1)])
+
+
 def tensors(batch: PackedBatch, device: Any = None) -> Tensors:
     """The batch's arrays as tensors: where they are already, or on `device` (default: the CPU)."""
     if batch.upload is not None:

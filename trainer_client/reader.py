@@ -119,8 +119,7 @@ class Reader:
                 yield upload(batch) if upload is not None else batch
             if self.cancelled.is_set():
                 return
-            assert self.num_packs is not None  # learnt at the end of the epoch
-            steps = self.split.num_steps(self.num_packs, offset=cursor.packs)
+            steps = self._num_steps(cursor)
             cursor = Cursor(epoch=cursor.epoch + 1)
             if not done and not steps:
                 stop = self._stop_epoch(cursor)  # we stood at an end that nobody knew to be one
@@ -162,6 +161,9 @@ class Reader:
         step, retry = self.lane.first(done), self._retry()
         max_steps = None if self.lane.count == 1 else 1  # between a lane's steps lie those of others
         while not self.cancelled.is_set():
+            if self.num_packs is not None and step >= self._num_steps(start):
+                self._log_left_over(start)
+                return
             request = Request(
                 split=self.split, epoch=start.epoch, offset=start.packs, start=step, max_steps=max_steps
             )
@@ -174,7 +176,6 @@ class Reader:
                         step += self.lane.count
                 if max_steps is None or step == first:
                     self._check_end(start, step)
-                    return
             except Silent as error:
                 if self.transport.still_packing():
                     retry.progress()
@@ -199,9 +200,16 @@ class Reader:
             if self.num_packs is None:
                 raise Lost(f"the stream ended at step {step}, but the dataset is still being packed")
             self.split.require_steps(self.num_packs, self.transport.dataset)
-        steps = self.split.num_steps(self.num_packs, offset=start.packs)
-        if step < steps:
+        if step < (steps := self._num_steps(start)):
             raise Lost(f"the stream ended after {step} of {steps} steps")
+
+    def _num_steps(self, start: Cursor) -> int:
+        """Steps from `start` to the end of its epoch, once the number of packs is known."""
+        assert self.num_packs is not None
+        return self.split.num_steps(self.num_packs, offset=start.packs)
+
+    def _log_left_over(self, start: Cursor) -> None:
+        assert self.num_packs is not None
         left_over = self.split.num_left_over(self.num_packs)
         if left_over and self.split.tail == "drop":
             log.info(

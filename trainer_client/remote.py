@@ -237,18 +237,20 @@ class HttpTransport:
             problem = found if isinstance(found, dict) else {}
         kind = str(problem.get("type", "")).rpartition(":")[2]
         detail = str(problem.get("detail") or body[:200].decode(errors="replace") or response.reason)
+        if kind == "unknown-dataset":
+            return UnknownDataset(f"{self._url} has no dataset {self.dataset}: {detail}")
+        if kind in ("dataset-failed", "dataset-cancelled"):
+            return DatasetFailed(self.dataset, detail)
+        if kind == "dataset-damaged":
+            return Lost(f"{self._url} answered {response.status}: {detail}", damaged=True)
+        if kind == "dataset-too-small":
+            return Lost(detail)  # asked again, the dataset says how many packs it has, and that is the error
         if response.status in _TRANSIENT:
             wait = response.getheader("Retry-After", "")
             return Lost(
                 f"{self._url} answered {response.status}: {detail}",
                 wait_s=min(float(wait), 30.0) if wait.isdigit() else 0.0,
             )
-        if kind == "unknown-dataset":
-            return UnknownDataset(f"{self._url} has no dataset {self.dataset}: {detail}")
-        if kind in ("dataset-failed", "dataset-cancelled"):
-            return DatasetFailed(self.dataset, detail)
-        if kind == "dataset-too-small":
-            return Lost(detail)  # asked again, the dataset says how many packs it has, and that is the error
         field = f" ({problem['field']})" if problem.get("field") else ""
         hint = "" if problem else "; is this the url of a padfree service?"
         return StreamRefused(f"{self._url} answered {response.status}{field}: {detail}{hint}")

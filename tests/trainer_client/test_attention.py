@@ -1,0 +1,254 @@
+"""Packed attention equals each example alone, and no segment sees another."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from packs import random_packs
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from trainer_client import attention
+from trainer_client.attention_kernels import AttentionRefused
+from trainer_client.batch import PackedBatch, flatten
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 5}),
+    "gemma2-window-softcap": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {"sliding_window": 5, "head_dim": 8, "attn_logit_softcapping": 20.0},
+    ),
+}
+
+
+def model_of(name: str, implementation: str) -> torch.nn.Module:
+    attention.register()
+    cls, config, extra = MODELS[name]
+    torch.manual_seed(7)
+    model = cls(config(**SIZES, **extra, attn_implementation=implementation)).float()
+    return model.train()
+
+
+def batch_of(*, num_packs: int = 3, seed: int = 0) -> PackedBatch:
+    packs = random_packs(num_packs, max_tokens=40, vocab_size=97, seed=seed)
+    return flatten(
+        packs,
+        padding=[False] * num_packs,
+        epoch=0,
+        step=0,
+        num_items=sum(pack.num_trained for pack in packs),
+        step_done=True,
+        state={},
+    )
+
+
+def segments(batch: PackedBatch) -> list[slice]:
+    return [slice(int(a), int(b)) for a, b in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False)]
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("implementation", ["padfree", "sdpa", "eager"])
+def test_f08_packed_equals_each_example_alone_forward_and_backward(name: str, implementation: str) -> None:
+    if name.startswith("gemma2") and implementation == "sdpa":
+        pytest.skip("transformers' sdpa refuses softcap")
+    batch, model = batch_of(), model_of(name, implementation)
+    # The reference: the model's own eager attention, one example at a time, without any packing.
+    alone = model_of(name, "eager")
+    num_items = batch.num_items_in_batch
+
+    out = model(**batch.for_transformers(), num_items_in_batch=num_items)
+    out.loss.backward()
+    total = 0.0
+    for where in segments(batch):
+        ids = torch.tensor(batch.input_ids[where][None].astype(np.int64))
+        labels = torch.tensor(batch.labels[where][None].astype(np.int64))
+        one = alone(input_ids=ids, labels=labels, use_cache=False, num_items_in_batch=num_items)
+        torch.testing.assert_close(out.logits[:, where], one.logits, atol=1e-5, rtol=0)
+        one.loss.backward()
+        total += one.loss.item()
+    assert out.loss.item() == pytest.approx(total, abs=1e-5)
+    for packed, separate in zip(gradients(model), gradients(alone), strict=True):
+        torch.testing.assert_close(packed, separate, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_f08_changing_one_segment_changes_no_logit_of_another(name: str) -> None:
+    batch, model = batch_of(), model_of(name, "padfree").eval()
+    kwargs = batch.for_transformers()
+    changed = segments(batch)[2]
+    other = dict(kwargs, input_ids=kwargs["input_ids"].clone())
+    other["input_ids"][:, changed] = (other["input_ids"][:, changed] + 1) % 97
+    with torch.no_grad():
+        before, after = model(**kwargs).logits, model(**other).logits
+    assert not torch.equal(before[:, changed], after[:, changed])
+    before[:, changed] = after[:, changed] = 0
+    assert torch.equal(before, after)
+
+
+def test_f08_the_case_as_given() -> None:
+    model = model_of("llama", "padfree").eval()
+
+    def run(ids: list[int], positions: list[int], boundaries: list[int]) -> torch.Tensor:
+        cu_seqlens = torch.tensor(boundaries, dtype=torch.int32)
+        longest = int(cu_seqlens.diff().max())
+        with torch.no_grad():
+            return model(
+                input_ids=torch.tensor([ids]),
+                position_ids=torch.tensor([positions]),
+                cu_seq_lens_q=cu_seqlens,
+                cu_seq_lens_k=cu_seqlens,
+                max_length_q=longest,
+                max_length_k=longest,
+                use_cache=False,
+            ).logits
+
+    first = run([10, 11, 12, 20, 21], [0, 1, 2, 0, 1], [0, 3, 5])
+    again = run([13, 14, 15, 20, 21], [0, 1, 2, 0, 1], [0, 3, 5])
+    alone = run([20, 21], [0, 1], [0, 2])
+    torch.testing.assert_close(first[:, 3:], again[:, 3:], atol=1e-5, rtol=0)
+    torch.testing.assert_close(first[:, 3:], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dropped", [(), ("use_cache",), ("max_length_q", "max_length_k")])
+def test_boundaries_hold_with_a_cache_and_without_lengths(dropped: tuple[str, ...]) -> None:
+    batch, model = batch_of(), model_of("llama", "padfree").eval()
+    kwargs = batch.for_transformers()
+    with torch.no_grad():
+        whole = model(**kwargs).logits
+        less = model(**{name: value for name, value in kwargs.items() if name not in dropped}).logits
+    assert torch.equal(whole, less)
+
+
+def test_boundaries_from_position_ids_alone_also_in_several_rows() -> None:
+    model = model_of("llama", "padfree").eval()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])
+    ids = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions).logits
+        for row, start, end in [(0, 0, 3), (0, 3, 7), (1, 0, 5), (1, 5, 7)]:
+            alone = model(input_ids=ids[row : row + 1, start:end]).logits
+            torch.testing.assert_close(packed[row : row + 1, start:end], alone, atol=1e-5, rtol=0)
+
+
+def test_boundaries_of_one_batch_are_not_kept_for_the_next() -> None:
+    model = model_of("llama", "padfree").eval()
+    cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
+    kwargs = {"input_ids": torch.arange(8)[None], "use_cache": False}
+    with torch.no_grad():
+        one = model(
+            **kwargs, cu_seq_lens_q=cu_seqlens, position_ids=torch.tensor([[*range(3), *range(5)]])
+        ).logits
+        cu_seqlens[1] = 5  # in place: the same tensor with other values
+        two = model(
+            **kwargs, cu_seq_lens_q=cu_seqlens, position_ids=torch.tensor([[*range(5), *range(3)]])
+        ).logits
+        alone = model(input_ids=torch.arange(5)[None]).logits
+    torch.testing.assert_close(two[:, :5], alone, atol=1e-5, rtol=0)
+    assert not torch.allclose(one[:, 3:5], two[:, 3:5], atol=1e-3)
+
+
+def test_what_is_not_done_is_refused_by_name() -> None:
+    batch, model = batch_of(), model_of("llama", "padfree")
+    kwargs = batch.for_transformers()
+    zeros = torch.ones(1, batch.num_tokens, dtype=torch.int64)
+    zeros[0, 0] = 0
+    with pytest.raises(AttentionRefused, match="attention_mask with zeros"):
+        model(**kwargs, attention_mask=zeros)
+    four_d = torch.zeros(1, 1, batch.num_tokens, batch.num_tokens)
+    with pytest.raises(AttentionRefused, match="attention mask of shape"):
+        model(**kwargs, attention_mask=four_d)
+    cut = kwargs["cu_seq_lens_q"][:-1]
+    with pytest.raises(AttentionRefused, match="must span the whole batch"):
+        model(**{**kwargs, "cu_seq_lens_q": cut, "cu_seq_lens_k": cut})
+    past = model(input_ids=kwargs["input_ids"][:, :4], use_cache=True).past_key_values
+    with pytest.raises(AttentionRefused, match="KV cache"):
+        model(input_ids=kwargs["input_ids"][:, 4:5], cache=past)
+    tensors = [torch.zeros(1, 2, 3, 8)] * 3
+    for name in ("s_aux", "position_bias", "output_attentions"):
+        with pytest.raises(AttentionRefused, match=name):
+            attention.attend(torch.nn.Module(), *tensors, **{name: torch.ones(2)[0]})
+
+
+def test_an_attention_mask_of_ones_changes_nothing() -> None:
+    batch, model = batch_of(), model_of("llama", "padfree").eval()
+    kwargs = batch.for_transformers()
+    with torch.no_grad():
+        bare = model(**kwargs).logits
+        masked = model(**kwargs, attention_mask=torch.ones(1, batch.num_tokens, dtype=torch.int64)).logits
+    assert torch.equal(bare, masked)
+
+
+def test_a_forced_backend_is_taken_or_refused() -> None:
+    with pytest.raises(ValueError, match="one of auto, flash3, flash2, flash4, torch, sdpa"):
+        attention.register(backend="fast")
+    with pytest.raises(ImportError, match="flash_attn_interface"):
+        attention.register(backend="flash3")
+    batch = batch_of()
+    attention.register(backend="torch", name="padfree-torch")
+    with pytest.raises(AttentionRefused, match="torch: it needs CUDA"):
+        model_of("llama", "padfree-torch")(**batch.for_transformers())
+    attention.register(backend="sdpa", name="padfree-sdpa")
+    forced, chosen = model_of("llama", "padfree-sdpa"), model_of("llama", "padfree")
+    assert torch.equal(forced(**batch.for_transformers()).logits, chosen(**batch.for_transformers()).logits)
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    from trainer_client import attention_kernels
+
+    attention_kernels._logged.clear()
+    batch, model = batch_of(), model_of("llama", "padfree")
+    with caplog.at_level(logging.INFO, logger="trainer_client"):
+        model(**batch.for_transformers())
+        model(**batch.for_transformers())
+    assert [record.message for record in caplog.records] == [
+        "padfree attention runs on sdpa (cpu, torch.float32)"
+    ]
+
+
+def test_dropout_reaches_the_kernel() -> None:
+    batch = batch_of()
+    attention.register()
+    torch.manual_seed(1)
+    config = LlamaConfig(**SIZES, attention_dropout=0.5, attn_implementation="padfree")
+    model = LlamaForCausalLM(config).train()
+    kwargs = batch.for_transformers()
+    with torch.no_grad():
+        assert not torch.equal(model(**kwargs).logits, model(**kwargs).logits)
+        model.eval()
+        assert torch.equal(model(**kwargs).logits, model(**kwargs).logits)
+
+
+def test_gradient_checkpointing_gives_the_same_gradient() -> None:
+    batch, plain, again = batch_of(), model_of("llama", "padfree"), model_of("llama", "padfree")
+    again.activation_checkpointing_enable()
+    plain(**batch.for_transformers()).loss.backward()
+    again(**batch.for_transformers()).loss.backward()
+    for one, two in zip(gradients(plain), gradients(again), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-6, rtol=0)

@@ -1,0 +1,270 @@
+"""The kernels behind trainer_client.attention: what each can do, how each is called, which one is taken."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+log = logging.getLogger(__name__)
+
+
+class AttentionRefused(ValueError):
+    """The model asks for something that attention per segment does not do here."""
+
+
+class Boundaries:
+    """cu_seqlens (num_segments + 1,) int32 on the device, and what kernels need beside it."""
+
+    def __init__(self, cu_seqlens: torch.Tensor, max_seqlen: int | None = None) -> None:
+        self.cu_seqlens = cu_seqlens.to(torch.int32)
+        self._max_seqlen = max_seqlen
+        self._host: list[int] | None = None
+
+    @property
+    def host(self) -> list[int]:
+        """On the host; one wait for the device, once a forward pass."""
+        if self._host is None:
+            self._host = self.cu_seqlens.tolist()
+        return self._host
+
+    @property
+    def max_seqlen(self) -> int:
+        if self._max_seqlen is None:
+            host = self.host
+            self._max_seqlen = max(end - start for start, end in pairwise(host))
+        return self._max_seqlen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One attention layer's work. q (tokens, heads, dim), k and v (tokens, kv_heads, dim)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    bounds: Boundaries
+    scale: float | None
+    causal: bool
+    window: int | None  # tokens that a token sees, itself included
+    softcap: float | None
+    dropout: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One backend: where its function is found, what it can do, how it is called."""
+
+    needs: str
+    module: str
+    attribute: str
+    run: Callable[[Call, Any], torch.Tensor]
+    softcap: bool = True
+    dropout: bool = True
+    cuda_half_only: bool = True
+    max_dim: int = 256
+
+    def function(self) -> Any:
+        """The function itself, or None where it is not installed. The package alone proves nothing:
+        flash_attn is also a namespace package of FlashAttention 4."""
+        try:
+            return getattr(importlib.import_module(self.module), self.attribute, None)
+        except ImportError:
+            return None
+
+    def lacks(self, call: Call) -> str | None:
+        """What of the call this kernel cannot do, or None."""
+        if self.cuda_half_only and call.q.device.type != "cuda":
+            return f"it needs CUDA, tensors are on {call.q.device.type}"
+        if self.cuda_half_only and call.q.dtype not in (torch.float16, torch.bfloat16):
+            return f"it needs float16 or bfloat16, found {call.q.dtype}"
+        if call.q.shape[-1] > self.max_dim:
+            return f"it takes heads of up to {self.max_dim}, found {call.q.shape[-1]}"
+        if call.softcap is not None and not self.softcap:
+            return "it has no softcap"
+        if call.dropout and not self.dropout:
+            return "it has no dropout"
+        return None
+
+
+def choose(call: Call, backend: str) -> Callable[[Call], torch.Tensor]:
+    names = list(KERNELS) if backend == "auto" else [backend]
+    why = []
+    for name in names:
+        kernel = KERNELS[name]
+        lacks = kernel.lacks(call)
+        if lacks is None and (function := _function(name)) is not None:
+            _log_once(name, call)
+            return lambda call: kernel.run(call, function)
+        why.append(f"{name}: {lacks or f'{kernel.needs} is not installed'}")
+    raise AttentionRefused(f"no attention kernel can do this: {'; '.join(why)}")
+
+
+_functions: dict[str, Any] = {}
+_logged: set[tuple[str, str, torch.dtype]] = set()
+
+
+def _function(name: str) -> Any:
+    if name not in _functions:
+        _functions[name] = KERNELS[name].function()
+    return _functions[name]
+
+
+def _log_once(name: str, call: Call) -> None:
+    key = (name, call.q.device.type, call.q.dtype)
+    if key not in _logged:
+        _logged.add(key)
+        log.info("padfree attention runs on %s (%s, %s)", name, call.q.device.type, call.q.dtype)
+
+
+def _window(call: Call, none: int | None = -1) -> tuple[int | None, int | None]:
+    """(left, right) as the varlen kernels count them: without the token itself."""
+    if call.window is None:
+        return (none, none)
+    return (call.window - 1, 0)
+
+
+def _flash(call: Call, function: Any) -> torch.Tensor:
+    """flash_attn_varlen_func of FlashAttention 2, 3 and 4."""
+    accepted = inspect.signature(function).parameters
+    wanted: dict[str, Any] = {
+        "cu_seqlens_q": call.bounds.cu_seqlens,
+        "cu_seqlens_k": call.bounds.cu_seqlens,
+        "softmax_scale": call.scale,
+        "causal": call.causal,
+    }
+    # Newest betas of FlashAttention 4 find the longest segment themselves.
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if name in accepted:
+            wanted[name] = call.bounds.max_seqlen
+    if call.window is not None:
+        wanted["window_size"] = _window(call)
+    if call.softcap is not None:
+        wanted["softcap"] = call.softcap
+    if call.dropout:
+        wanted["dropout_p"] = call.dropout
+    if missing := set(wanted) - set(accepted):
+        raise AttentionRefused(
+            f"the installed {function.__module__} does not take {', '.join(sorted(missing))}"
+        )
+    # One head size for all three: values that are narrower (MLA) are widened with zeros and cut again.
+    dim, value_dim = call.q.shape[-1], call.v.shape[-1]
+    v = functional.pad(call.v, [0, dim - value_dim]) if value_dim < dim else call.v
+    out = function(call.q, call.k, v, **wanted)
+    out = out[0] if isinstance(out, tuple) else out
+    return out[..., :value_dim]
+
+
+def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
+    q, k, v = call.q, call.k, call.v
+    extra: dict[str, Any] = {}
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        if "enable_gqa" in inspect.signature(function).parameters:
+            extra["enable_gqa"] = True
+        else:  # torch 2.11
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    left = -1 if call.window is None else call.window - 1
+    return function(
+        q,
+        k,
+        v,
+        call.bounds.cu_seqlens,
+        call.bounds.cu_seqlens,
+        call.bounds.max_seqlen,
+        call.bounds.max_seqlen,
+        scale=call.scale,
+        window_size=(left, 0 if call.causal else -1),
+        **extra,
+    )
+
+
+def _per_segment(call: Call, function: Any) -> torch.Tensor:
+    """Each segment alone: exact by construction. Memory O(longest segment squared) at worst."""
+    host = call.bounds.host
+    parts = []
+    for start, end in pairwise(host):
+        # (tokens, heads, dim) to (1, heads, tokens, dim)
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (call.q, call.k, call.v))
+        if call.softcap is not None:
+            out = _explicit(q, k, v, call)
+        else:
+            windowed = call.window is not None and end - start > call.window
+            out = function(
+                q,
+                k,
+                v,
+                attn_mask=_band(end - start, call.window, q.device) if windowed else None,
+                dropout_p=call.dropout,
+                is_causal=call.causal and not windowed,
+                scale=call.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where token i sees token j: j <= i, and within the window. (length, length) bool."""
+    ahead = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+    """Attention written out, for what SDPA does not take (softcap)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-1, -2) * scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    if call.causal:
+        scores = scores.masked_fill(~_band(q.shape[2], call.window, q.device), float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return functional.dropout(weights, call.dropout, training=call.dropout > 0) @ v
+
+
+KERNELS = {
+    "flash3": Kernel(
+        needs="flash_attn_interface (FlashAttention 3)",
+        module="flash_attn_interface",
+        attribute="flash_attn_varlen_func",
+        run=_flash,
+        dropout=False,
+    ),
+    "flash2": Kernel(
+        needs="flash_attn (FlashAttention 2)",
+        module="flash_attn",
+        attribute="flash_attn_varlen_func",
+        run=_flash,
+    ),
+    "flash4": Kernel(
+        needs="flash_attn.cute (FlashAttention 4)",
+        module="flash_attn.cute",
+        attribute="flash_attn_varlen_func",
+        run=_flash,
+        dropout=False,
+    ),
+    "torch": Kernel(
+        needs="torch.nn.attention.varlen",
+        module="torch.nn.attention.varlen",
+        attribute="varlen_attn",
+        run=_torch_varlen,
+        softcap=False,
+        dropout=False,
+    ),
+    "sdpa": Kernel(
+        needs="torch",
+        module="torch.nn.functional",
+        attribute="scaled_dot_product_attention",
+        run=_per_segment,
+        cuda_half_only=False,
+        max_dim=1 << 30,
+    ),
+}
