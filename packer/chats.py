@@ -31,7 +31,7 @@ from packer.templates import (
     unmark,
 )
 from packer.tokenization import Tokenizer
-from packer.turns import PROBE_TOOLS, Span, TurnFinder, control_pattern, pointed, probe_call
+from packer.turns import PROBE_TOOLS, Span, TurnFinder, calling_turn, control_pattern, pointed
 
 _NONCHARACTER_BYTES = rb"\xef\xb7[\x90-\xaf]"  # U+FDD0 … U+FDEF in UTF-8
 
@@ -229,12 +229,10 @@ def learn_habits(template: ChatTemplate) -> tuple[Habits, bool]:
     as_text = tried(question)
     in_parts = tried({"role": "user", "content": [{"type": "text", "text": "probe_text"}]})
     parts = as_text is not None and in_parts == as_text
-    for null_as_empty in (False, True):
+    for null in ("absent", "empty", "null"):
         for arguments_as_text in (False, True):
-            call = probe_call(arguments_as_text=arguments_as_text)
-            answer = {"role": "assistant", **({"content": ""} if null_as_empty else {}), "tool_calls": [call]}
-            text = tried(question, answer, tools=PROBE_TOOLS)
-            if text is not None and re.search(r'"probe_key": ?"probe_value"', text):
-                habits = Habits(parts=parts, arguments_as_text=arguments_as_text, null_as_empty=null_as_empty)
+            habits = Habits(parts=parts, arguments_as_text=arguments_as_text, null=null)
+            text = tried(question, calling_turn(habits), tools=PROBE_TOOLS)
+            if text is not None and "None" not in text and re.search(r'"probe_key": ?"probe_value"', text):
                 return habits, True
-    return Habits(parts=parts, null_as_empty=True), False
+    return Habits(parts=parts), False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from packer.templates import RowProblem
 
@@ -54,7 +54,7 @@ class Habits:
 
     parts: bool = False  # content in parts
     arguments_as_text: bool = False  # tool-call arguments as JSON text, not as an object
-    null_as_empty: bool = False  # "" for content that is null
+    null: Literal["absent", "empty", "null"] = "absent"  # what content is that is null beside tool calls
 
 
 def kind(value: Any) -> str:
@@ -97,7 +97,7 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
         raise RowProblem(
             f"field {name}.role: a text such as user or assistant is required, found {kind(role)}"
         )
-    # As transformers does: a key that is null is a key that is not there.
+    # As in transformers, a key that is null is one that is not there.
     clean = {key: value for key, value in message.items() if value is not None and key != "train"}
     content = clean.get("content")
     if isinstance(content, list):
@@ -108,19 +108,25 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
         raise RowProblem(
             f"field {name}.content: a text is required where there are no tool_calls, found null"
         )
-    if content is None and (habits.null_as_empty or role != "assistant"):
-        clean["content"] = ""
     if "tool_calls" in clean:
         clean["tool_calls"] = _tool_calls(clean["tool_calls"], name, habits)
         if not clean["tool_calls"]:
             del clean["tool_calls"]
-            clean.setdefault("content", "")
+    if content is None:
+        clean |= no_content(habits) if "tool_calls" in clean else {"content": ""}
     reasoning = next((clean[key] for key in _REASONING if key in clean), None)
     if reasoning is not None:
         if not isinstance(reasoning, str):
             raise RowProblem(f"field {name}.reasoning_content: a text is required, found {kind(reasoning)}")
         clean = {"thinking": reasoning, **clean, "reasoning_content": reasoning}
     return clean
+
+
+def no_content(habits: Habits) -> dict[str, Any]:
+    """The content of a message that only calls tools."""
+    if habits.null == "absent":
+        return {}
+    return {"content": "" if habits.null == "empty" else None}
 
 
 def _from_sharegpt(message: Mapping[str, Any], name: str) -> dict[str, Any]:

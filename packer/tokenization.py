@@ -294,9 +294,12 @@ def _token_text(value: Any) -> str | None:
 
 
 def _steps(step: Any, key: str) -> list[dict[str, Any]]:
+    """The steps of a normaliser or pre-tokenizer, sequences laid flat."""
     if not isinstance(step, dict):
         return []
-    return [s for part in step.get(key, []) for s in _steps(part, key)] if step.get(key) else [step]
+    if step.get("type") == "Sequence":
+        return [inner for part in step[key] for inner in _steps(part, key)]
+    return [step]
 
 
 def _calls(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -10,15 +10,19 @@ refused. Prefixes are not compared: Qwen3's template rewrites earlier turns.
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from packer.conversations import Conversation, Habits
-from packer.templates import ChatTemplate, RenderError, point
+from packer.conversations import Conversation, Habits, no_content
+from packer.templates import ChatTemplate, RenderError, RowProblem, point, unmark
 
 Span = tuple[int, int]
+
+_ROLES = ("user", "assistant", "user", "assistant")
+_WORDS = ("probe-one", "probe-two", "probe-three", "probe-four")
 
 PROBE_TOOLS = [
     {
@@ -32,17 +36,16 @@ PROBE_TOOLS = [
 ]
 
 
-def probe_call(*, arguments_as_text: bool) -> dict[str, Any]:
-    """A tool call for trials."""
+def calling_turn(habits: Habits, num_calls: int = 1) -> dict[str, Any]:
+    """A message of the assistant that calls a tool, for trials."""
     arguments = {"probe_key": "probe_value"}
-    return {
-        "id": "padfree01",  # nine letters and digits, which Mistral's templates insist on
-        "type": "function",
-        "function": {
-            "name": "probe_name",
-            "arguments": json.dumps(arguments) if arguments_as_text else arguments,
-        },
+    function = {
+        "name": "probe_name",
+        "arguments": json.dumps(arguments) if habits.arguments_as_text else arguments,
     }
+    # Nine letters and digits, which Mistral's templates insist on.
+    calls = [{"id": f"padfree0{i}", "type": "function", "function": function} for i in range(num_calls)]
+    return {"role": "assistant", **no_content(habits), "tool_calls": calls}
 
 
 def control_pattern(words: Iterable[str]) -> re.Pattern[str]:
@@ -86,11 +89,201 @@ def _pointed(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 class TurnFinder:
+    """Finds the assistant's turns in chats of one template.
+
+    control: matches control words. Raises RenderError for a template that does not show where a turn
+    begins or ends.
+    """
+
     def __init__(self, template: ChatTemplate, control: re.Pattern[str], habits: Habits) -> None:
-        raise RenderError(
-            "the chat template has no {% generation %} markers, so the assistant's words cannot be found; "
-            "put them into the template, or use loss all"
-        )
+        self._template = template
+        self._control = control
+        self._habits = habits
+        self._prompts: list[str] = []  # how generation prompts end, from their last control word on
+        self._ends: set[str] = set()  # end-of-turn tokens
+        self._inner: set[str] = set()  # control words inside turns: around tool calls, reasoning
+        self._prompted = False  # the template has a generation prompt of its own
+        self._learn()
+        self._learn_calls()
+
+    # -------------------------------------------------------------- trials
+
+    def _trial(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> tuple[str, list[list[int]]]:
+        """A rendering of messages with points, without the points, and the points of each message."""
+        text, marks = unmark(self._template.render(pointed(messages), **more))
+        if text != unmark(self._template.render(messages, **more))[0]:
+            raise _refusal("it prints other text when marks stand around the words")
+        points: list[list[int]] = [[] for _ in messages]
+        for mark in marks:
+            points[mark.message].append(mark.position)
+        return text, points
+
+    def _learn(self) -> None:
+        """The generation prompt and the end-of-turn token, from four turns of plain words."""
+        talk = [{"role": role, "content": word} for role, word in zip(_ROLES, _WORDS, strict=True)]
+        try:
+            text, points = self._trial(talk)
+            prompt, question = self._trial(talk[:1], generation_prompt=True)
+            bare, _ = self._trial(talk[:1])
+        except RowProblem as problem:
+            raise _refusal(f"a conversation of user and assistant cannot be rendered: {problem}") from problem
+        flat = [position for places in points for position in places]
+        if not all(points) or flat != sorted(flat) or not question[0]:
+            raise _refusal("it does not print every message once and in order")
+        self._prompted = prompt != bare
+        self._add_prompt(prompt[question[0][-1] :])
+        for turn in (1, 3):
+            lower = points[turn - 1][-1]
+            start = self._start(text, lower, points[turn][0], [])
+            if start is None:
+                raise _refusal(
+                    f"the prompt it gives at inference ends in {self._prompts[0]!r}, not what stands before "
+                    "the assistant's words"
+                )
+            between = text[start : points[turn][0]]
+            if not self._prompted and between.strip():
+                raise _refusal(
+                    f"it prints {between.strip()!r} between the prompt that inference would use and the "
+                    "assistant's words: it has no generation prompt (add_generation_prompt) either"
+                )
+            self._inner.update(self._control.findall(between))
+            stop = points[turn + 1][0] if turn == 1 else len(text)
+            end = self._control.search(text, points[turn][-1], stop)
+            if end is None or (self._ends and end[0] not in self._ends):
+                raise _refusal("it prints no end-of-turn token after the assistant's words")
+            self._ends.add(end[0])
+
+    def _learn_calls(self) -> None:
+        """The same for tool calls and what follows their results, where the template prints any."""
+        question = {"role": "user", "content": _WORDS[0]}
+        for num_calls in (2, 1):  # some templates take no two calls at once, some end only these well
+            turn = calling_turn(self._habits, num_calls)
+            results = [
+                {"role": "tool", "tool_call_id": call["id"], "name": "probe_name", "content": _WORDS[2]}
+                for call in turn["tool_calls"]
+            ]
+            try:
+                text, points = self._trial([question, turn], tools=PROBE_TOOLS)
+                prompt, before = self._trial(
+                    [question, turn, *results], tools=PROBE_TOOLS, generation_prompt=True
+                )
+            except (RowProblem, RenderError):
+                continue
+            if not all(points) or not before[-1]:
+                continue
+            self._add_prompt(prompt[before[-1][-1] :])
+            start = self._start(text, points[0][-1], points[1][0], [])
+            words = self._control.findall(text, points[1][-1])
+            if start is None or not words:
+                continue
+            self._inner.update(self._control.findall(text, start, points[1][-1]))
+            # A turn that calls may end otherwise than one that answers: Llama 3.1 has <|eom_id|>.
+            end = next((i for i, word in enumerate(words) if word in self._ends), len(words) - 1)
+            self._inner.update(words[:end])
+            self._ends.add(words[end])
+            return
+
+    def _add_prompt(self, tail: str) -> None:
+        starts = [match.start() for match in self._control.finditer(tail)]
+        prompt = tail[starts[-1] :] if starts else tail
+        if not prompt.strip():
+            raise _refusal("nothing stands between a question and the place where the answer begins")
+        if prompt not in self._prompts:
+            self._prompts.append(prompt)
+
+    # -------------------------------------------------------------- rows
 
     def find(self, text: str, marked: Conversation, talk: Conversation, words: list[Span]) -> list[Span]:
-        raise NotImplementedError
+        """The trained turns of a chat rendered as `text`. Raises RowProblem where one cannot be told.
+
+        marked: the conversation, with marks around stray control words where it has any; words: where
+        these stand in the text.
+        """
+        assistants = talk.assistants
+        if not assistants:
+            return []
+        points = self._points(text, marked, talk)
+        if points is None:
+            raise RowProblem(
+                "the chat template prints other text when marks stand around the assistant's words, so they "
+                "cannot be found; put {% generation %} markers into the template"
+            )
+        spans, lower = [], 0
+        for i in assistants:
+            if not points[i]:
+                raise RowProblem(f"the chat template does not print the words of message {i}")
+            start = self._start(text, lower, points[i][0], words)
+            end = self._end(text, points[i][-1], words)
+            if start is not None and self._foreign(text, start, points[i][0], words):
+                start = None
+            if end is not None and any(
+                (start or 0) < position < end for j in points if j != i for position in points[j]
+            ):
+                end = None  # words of another message lie in it
+            if start is None or end is None:
+                missing = "no generation prompt before" if start is None else "no end-of-turn token after"
+                raise RowProblem(
+                    f"the chat template prints {missing} the words of message {i}, so its turn is not known; "
+                    "put {% generation %} markers into the template"
+                )
+            if talk.trained[i]:
+                spans.append((start, end))
+            lower = end
+        return spans
+
+    def _points(self, text: str, marked: Conversation, talk: Conversation) -> dict[int, list[int]] | None:
+        """Places in `text` of the points of each message; None where points change what is printed."""
+        everything = [i for i, message in enumerate(talk.messages) if message["role"] != "system"]
+        # Templates look into what users say (Qwen3's for "<tool_response>"); a point may hide it.
+        for chosen in (everything, talk.assistants):
+            messages = [*marked.messages]
+            for i in chosen:
+                messages[i] = _pointed(messages[i], i)
+            plain, marks = unmark(self._template.render(messages, marked.tools))
+            if plain == text:
+                points: dict[int, list[int]] = {i: [] for i in chosen}
+                for mark in marks:
+                    if mark.kind == "":
+                        points[mark.message].append(mark.position)
+                return points
+        return None
+
+    def _start(self, text: str, lower: int, upper: int, words: list[Span]) -> int | None:
+        """Where the turn begins whose words begin at `upper`: after the last generation prompt."""
+        best = None
+        for prompt in self._prompts:
+            at = text.rfind(prompt, lower, upper)
+            while at >= 0 and _overlaps(at, at + len(prompt), words):
+                at = text.rfind(prompt, lower, at + len(prompt) - 1)
+            if at >= 0 and (best is None or at + len(prompt) > best):
+                best = at + len(prompt)
+        return best
+
+    def _foreign(self, text: str, start: int, stop: int, words: list[Span]) -> bool:
+        """Whether a control word lies there that no turn of the trials had inside: another turn's."""
+        inside = self._control.finditer(text, start, stop)
+        return any(m[0] not in self._inner and not _overlaps(*m.span(), words) for m in inside)
+
+    def _end(self, text: str, lower: int, words: list[Span]) -> int | None:
+        """Where the turn ends whose words end at `lower`: after its end-of-turn token."""
+        for match in self._control.finditer(text, lower):
+            if _overlaps(*match.span(), words):
+                continue
+            if match[0] in self._ends:
+                return match.end()
+            if match[0] not in self._inner:
+                return None
+        return None
+
+
+def _overlaps(start: int, stop: int, words: list[Span]) -> bool:
+    at = bisect.bisect_right(words, (start, stop))
+    return any(word[0] < stop and word[1] > start for word in words[max(at - 1, 0) : at + 1])
+
+
+def _refusal(reason: str) -> RenderError:
+    return RenderError(
+        "loss assistant: the chat template has no {% generation %} markers, and the assistant's words cannot "
+        f"be found without them: {reason}; put markers into the template (tokenizer.chat_template), or use "
+        "loss all"
+    )
