@@ -24,7 +24,8 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
 
     Lines of the file where no record begins (the header, blank lines, the rest of a value over several
     lines) become blank lines, so that numbers stay true. `names`: the columns in use; None takes all.
-    Raises SourceError for a header that does not tell its columns apart.
+    Raises SourceError for a header that does not tell its columns apart, and for a quote that is not closed:
+    behind it no record can be told from another.
     """
     csv.field_size_limit(
         _MAX_FIELD_CHARS
@@ -42,12 +43,21 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
     written = 0
     while True:
         begins = reader.line_num + 1
+        line = b""
         try:
             row = next(reader)
             if row == [_END]:
                 return
-            line = _record(row, columns, len(header)) if row else b""
+            if row and _END in row[-1]:
+                raise SourceError(f"{path}, line {begins}: a quote is not closed; correct it")
+            if row:
+                line = _record(row, columns, len(header))
         except csv.Error as error:
+            if "limit" in str(error):
+                raise SourceError(
+                    f"{path}, line {begins}: a value has more than {_MAX_FIELD_CHARS} characters; "
+                    "close its quote, or split it"
+                ) from None
             line = fault_line(RowFault(f"not CSV ({error})"))
         except RowFault as fault:
             line = fault_line(fault)
@@ -73,8 +83,6 @@ def _texts(stream: Stream, path: str, max_bytes: int) -> Iterator[str]:
 
 
 def _record(row: list[str], columns: list[tuple[int, str]], num_columns: int) -> bytes:
-    if row[-1].endswith(_END):
-        raise RowFault("not CSV (a quote is not closed: all that follows would be one value)")
     if len(row) != num_columns:
         raise RowFault(f"{len(row)} values for {num_columns} columns")
     try:

@@ -54,7 +54,7 @@ def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[Form
         raise SourceError(f"{name}: no record could be read; the first: {fault}")
     if not sample:
         raise SourceError(f"{name}: no record in the {len(inputs)} input files; give files that hold some")
-    formats: list[Format] = [source.format] if source.format != "auto" else _candidates(source.fields)
+    formats = _candidates(source.format, source.fields)
     for format in formats:
         fields = _mapping(format, source.fields, sample)
         if fields is not None:
@@ -67,17 +67,16 @@ def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[Form
     )
 
 
-def _candidates(given: Mapping[str, str]) -> list[Format]:
-    """The formats that the given fields allow."""
-    fits = [
-        format
-        for format, required in REQUIRED.items()
-        if set(given) <= {*required, *OPTIONAL.get(format, ())}
-    ]
+def _candidates(format: Format, given: Mapping[str, str]) -> list[Format]:
+    """The formats that are asked for and have all the given fields."""
+    asked = list(REQUIRED) if format == "auto" else [format]
+    fits = [name for name in asked if set(given) <= {*REQUIRED[name], *OPTIONAL.get(name, ())}]
     if not fits:
-        formats = "; ".join(f"{name}: {', '.join(required)}" for name, required in REQUIRED.items())
+        known = "; ".join(
+            f"{name}: {', '.join((*REQUIRED[name], *OPTIONAL.get(name, ())))}" for name in asked
+        )
         raise SourceError(
-            f"source.fields: {', '.join(given)} do not belong to one format; formats and fields are {formats}"
+            f"source.fields: {', '.join(given)} do not all belong to one format; it has {known}"
         )
     return fits
 
