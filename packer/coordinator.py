@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,7 +118,7 @@ def pack(
     `on_progress(manifest, num_partitions)` is called after each commit. Raises PackingFailed, Busy or
     Cancelled.
     """
-    key = dataset_key(job.dataset)
+    key, started = dataset_key(job.dataset), time.monotonic()
     with store.lock(lock_key(job.dataset)) as mine:
         if not mine:
             raise Busy(f"dataset {job.dataset} is being packed by another process on this store")
@@ -148,7 +149,7 @@ def pack(
             raise
         except Exception as error:
             raise _fail(job, store, error) from error
-        return _finish(job, store, manifest)
+        return _finish(job, store, manifest, time.monotonic() - started)
 
 
 def _partitions(
@@ -229,7 +230,7 @@ def _stop_if(cancel: threading.Event | None) -> None:
         raise Cancelled("packing was asked to stop")
 
 
-def _finish(job: Job, store: LocalStore, manifest: Manifest) -> dict[str, Any]:
+def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float) -> dict[str, Any]:
     manifest.refresh()
     final = report(
         manifest.counters,
@@ -238,7 +239,7 @@ def _finish(job: Job, store: LocalStore, manifest: Manifest) -> dict[str, Any]:
     )
     store.put(
         dataset_key(job.dataset, "finished.json"),
-        json.dumps({"num_partitions": manifest.num_commits, "report": final}).encode(),
+        json.dumps({"num_partitions": manifest.num_commits, "seconds": seconds, "report": final}).encode(),
     )
     store.delete(dataset_key(job.dataset, "work"))
     return final

@@ -40,6 +40,7 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
             "partitions_committed": manifest.num_commits,
             "num_partitions": plan["num_partitions"],
             **progress,
+            "seconds": manifest.finished.get("seconds") if manifest.finished else None,
         },
         "report": manifest.finished["report"] if manifest.finished else None,
         "error": failed,

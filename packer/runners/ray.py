@@ -7,11 +7,15 @@ retry is counted and told.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import secrets
 import shutil
-import tempfile
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 # Read by ray when it is imported. No phoning home; and under `uv run` ray would upload the whole
@@ -22,6 +26,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 import ray
 from ray import exceptions
 
+from packer.runners import leftovers
 from packer.runners.base import Done, WorkerDied
 
 # One task a core: the libraries' own threads would only get in each other's way.
@@ -44,29 +49,62 @@ class RayRunner:
     name = "ray"
 
     def __init__(self, address: str | None = None, *, num_cpus: int | None = None) -> None:
-        self._folder: str | None = None
         if ray.is_initialized():
             raise RuntimeError("this process has joined a Ray cluster already; use one RayRunner a process")
-        if address is None:
-            # A folder of its own, short (socket paths are limited to 107 bytes) and removed on close.
-            self._folder = tempfile.mkdtemp(prefix="padfree-ray-")
-            for name, value in _WORKER_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-            ray.init(
-                num_cpus=num_cpus or len(os.sched_getaffinity(0)),
-                include_dashboard=False,
-                object_store_memory=_OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=self._folder,
-            )
-        else:
+        self._folder: str | None = None
+        # Linux ends the processes of an embedded Ray with the *thread* that started them, and then its
+        # agents stay behind. So one thread of our own joins the cluster, waits, and leaves it.
+        joined: Future[None] = Future()
+        self._leave = threading.Event()
+        self._thread = threading.Thread(
+            target=self._live, args=(address, num_cpus, joined), name="ray", daemon=True
+        )
+        self._thread.start()
+        joined.result()
+
+    def _live(self, address: str | None, num_cpus: int | None, joined: Future[None]) -> None:
+        try:
+            with _keep_signal_handlers():
+                self._join(address, num_cpus)
+        except BaseException as error:  # handed to the caller of __init__, whatever it is
+            self._remove_folder()
+            joined.set_exception(error)
+            return
+        joined.set_result(None)
+        self._leave.wait()
+        ray.shutdown()
+        self._remove_folder()
+
+    def _join(self, address: str | None, num_cpus: int | None) -> None:
+        if address is not None:
             ray.init(
                 address=address,
                 log_to_driver=False,
                 configure_logging=False,
                 runtime_env={"env_vars": _WORKER_ENVIRONMENT},
             )
+            return
+        leftovers.sweep()
+        self._folder = leftovers.make_folder()
+        for name, value in _WORKER_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        # Ray would write its cluster's secret into the home folder; this one ends with the cluster.
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        ray.init(
+            num_cpus=num_cpus or len(os.sched_getaffinity(0)),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            configure_logging=False,
+            _temp_dir=self._folder,
+            _node_ip_address="127.0.0.1",  # nobody else's business
+        )
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     @property
     def num_workers(self) -> int:
@@ -82,16 +120,30 @@ class RayRunner:
 
     def close(self) -> None:
         """Leave the cluster; end it where this runner started it."""
-        ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._leave.set()
+        self._thread.join()
 
     def __enter__(self) -> RayRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _keep_signal_handlers() -> Iterator[None]:
+    """Ray's core takes over SIGTERM and SIGINT, from any thread, and kills the process with a stack
+    trace; put back at the level of the operating system what was there, since only the main thread
+    may do so in Python."""
+    api = ctypes.pythonapi
+    api.PyOS_getsig.argtypes, api.PyOS_getsig.restype = [ctypes.c_int], ctypes.c_void_p
+    api.PyOS_setsig.argtypes, api.PyOS_setsig.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before = {number: api.PyOS_getsig(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            api.PyOS_setsig(number, handler)
 
 
 class _RayTasks:

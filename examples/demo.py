@@ -1,0 +1,154 @@
+"""`make demo`: the whole way on this machine, from a file of questions to a falling loss.
+
+Starts the service with an embedded Ray, posts examples/data, trains 30 steps of a tiny model while
+packing goes on, prints what it measured and stops everything it started. All files go to .demo/.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / ".demo"
+OPTIONS = ["--store", str(FOLDER / "store"), "--data-root", str(ROOT / "examples")]
+STEPS = 30
+MAX_TOKENS = 1024
+
+
+def main() -> int:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    log_path = FOLDER / "service.log"
+    print(f"starting the service at {url} (log: {log_path.relative_to(ROOT)}) …", flush=True)
+    with log_path.open("wb") as log:
+        service = subprocess.Popen(
+            [sys.executable, "-m", "padfree", "serve", "--port", str(port), *OPTIONS],
+            cwd=FOLDER,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        wait_until_ready(url, service, log_path)
+        return run(url)
+    finally:
+        stop(service)
+
+
+def run(url: str) -> int:
+    # Imported here, so that the service starts while torch loads.
+    from tokenizers import Tokenizer
+    from train_tiny import tiny_model, train
+
+    from trainer_client import PackedStream
+
+    model = tiny_model(Tokenizer.from_file(str(ROOT / "examples/tokenizer/tokenizer.json")).get_vocab_size())
+    print("posting examples/data/gsm8k_1000.jsonl and training on its stream …", flush=True)
+    posted = time.perf_counter()
+    view = call(
+        f"{url}/v1/datasets",
+        {
+            "name": "gsm8k",
+            "source": {"paths": [str(ROOT / "examples/data/gsm8k_1000.jsonl")]},
+            "tokenizer": {"path": str(ROOT / "examples/tokenizer")},
+            "packing": {"max_tokens": MAX_TOKENS},
+        },
+    )
+    with PackedStream(url, dataset=view["id"]) as stream:
+        result = train(stream, model, STEPS)
+        first_batch_s = result.first_batch_s
+    while view["state"] in ("queued", "packing"):
+        time.sleep(0.1)
+        view = call(f"{url}/v1/datasets/{view['id']}")
+    if view["state"] != "ready":
+        print(f"the dataset is {view['state']}: {view['error']}", file=sys.stderr)
+        return 1
+    start = time.perf_counter()
+    with PackedStream(url, dataset=view["id"]) as stream:
+        streamed = sum(batch.num_tokens for batch in stream)
+    stream_s = time.perf_counter() - start
+    print_table(view, result, streamed / stream_s, first_batch_s)
+    print(f"\nposted, packed and trained in {time.perf_counter() - posted:.1f} s")
+    if result.last_loss >= result.first_loss:
+        print("the loss did not fall", file=sys.stderr)
+        return 1
+    return 0
+
+
+def print_table(view: dict[str, Any], result: Any, stream_tokens_per_s: float, first_batch_s: float) -> None:
+    report = view["report"]
+    rows = [
+        ("rows in", f"{report['rows_in']:,}"),
+        ("rows packed", f"{report['rows_packed']:,}"),
+        ("packs", f"{report['num_packs']:,} of {MAX_TOKENS:,} tokens"),
+        ("packs, lower bound", f"{report['lower_bound_packs']:,}"),
+        ("fill", f"{report['fill']:.4f}"),
+        ("padding would have filled", f"{report['padded_fill']:.4f}"),
+        ("packing", f"{report['tokens_packed'] / view['progress']['seconds']:,.0f} tokens/s"),
+        ("stream", f"{stream_tokens_per_s:,.0f} tokens/s"),
+        ("first batch after POST", f"{first_batch_s:.2f} s"),
+        ("training steps", f"{result.steps}"),
+        ("first loss", f"{result.first_loss:.3f}"),
+        ("last loss", f"{result.last_loss:.3f}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    print()
+    for name, value in rows:
+        print(f"  {name:{width}}  {value:>20}")
+
+
+# ------------------------------------------------------------------ service
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def call(url: str, body: Any = None) -> dict[str, Any]:
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(request, data, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+def wait_until_ready(
+    url: str, service: subprocess.Popen[bytes], log_path: Path, timeout_s: float = 120
+) -> None:
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if service.poll() is not None:
+            raise SystemExit(f"the service ended with status {service.returncode}:\n{log_path.read_text()}")
+        try:
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+    raise SystemExit(f"the service was not ready after {timeout_s:.0f} s:\n{log_path.read_text()}")
+
+
+def stop(service: subprocess.Popen[bytes]) -> None:
+    """End the service and what it started: it ends its own Ray; a hard kill only if it does not."""
+    service.send_signal(signal.SIGTERM)
+    try:
+        service.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(service.pid, signal.SIGKILL)
+        service.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

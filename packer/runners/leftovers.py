@@ -1,0 +1,43 @@
+"""What an embedded Ray of a killed process left behind, and its end.
+
+Ray's processes end with the one that started them, but two of its agents outlive a SIGKILL, and so does
+its folder. Each embedded Ray therefore has a folder that names its owner and an environment variable
+that names the folder; the next start ends what belongs to owners that are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+_PREFIX = "padfree-ray-"
+_VARIABLE = "PADFREE_RAY_FOLDER"
+
+
+def make_folder() -> str:
+    """A folder for an embedded Ray of this process; what it starts from here on carries its mark.
+
+    Short, since the paths of sockets are limited to 107 bytes.
+    """
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
+    os.environ[_VARIABLE] = folder
+    return folder
+
+
+def sweep() -> None:
+    """End processes and remove folders whose owner is gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        owner = re.match(rf"{_PREFIX}(\d+)-", folder.name)
+        if owner is None or Path("/proc", owner[1]).exists():
+            continue
+        mark = f"{_VARIABLE}={folder}".encode()
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # gone by now, or another user's
+                if mark in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,137 @@
+"""Runners: inline, and a real embedded Ray in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from packer.runners import InlineRunner
+
+# Each runs in a process of its own, since a process can have one Ray.
+ALONE = {
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "PATH": os.environ["PATH"],
+    "HOME": os.environ.get("HOME", "/"),
+}
+
+
+def run(code: str, tmp_path: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**ALONE, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def marked(folder: str) -> list[int]:
+    """Processes that carry the mark of an embedded Ray's folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"PADFREE_RAY_FOLDER={folder}".encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_inline_runs_in_order_and_hands_errors_on() -> None:
+    with InlineRunner() as runner, runner.open() as tasks:
+        first, second = tasks.submit(len, "abc"), tasks.submit(int, "x")
+        assert [(done.task, done.value) for done in tasks.wait(0)] == [(first, 3)]
+        (failed,) = tasks.wait(0)
+        assert failed.task == second
+        assert isinstance(failed.error, ValueError)
+        assert tasks.wait(0) == []
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    # Ray's sockets lie below it, and their paths are limited to 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="pf"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_ray_runs_tasks_tells_errors_and_deaths_and_leaves_nothing(short_tmp: Path) -> None:
+    code = """
+import os, signal, threading
+from packer.runners import WorkerDied
+from packer.runners.ray import RayRunner
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+before = signal.getsignal(signal.SIGTERM)
+made = []
+# From a thread that ends, as a service does it: Ray must live on.
+thread = threading.Thread(target=lambda: made.append(RayRunner(num_cpus=1)))
+thread.start(); thread.join()
+runner = made[0]
+assert runner.num_workers == 1
+with runner.open() as tasks:
+    names = {tasks.submit(len, "abc"): "value", tasks.submit(int, "x"): "error", tasks.submit(die): "death"}
+    while names:
+        for done in tasks.wait(60):
+            name = names.pop(done.task)
+            assert (name == "value") == (done.value == 3)
+            assert (name == "error") == isinstance(done.error, ValueError), done
+            assert (name == "death") == isinstance(done.error, WorkerDied), done
+print(os.environ["PADFREE_RAY_FOLDER"])
+runner.close()
+"""
+    folder = run(code, short_tmp).strip()
+    assert list(short_tmp.iterdir()) == []
+    assert marked(folder) == []
+
+
+def test_the_next_start_ends_what_a_killed_process_left(short_tmp: Path) -> None:
+    code = """
+import os, time
+from packer.runners.ray import RayRunner
+runner = RayRunner(num_cpus=1)
+print(os.environ["PADFREE_RAY_FOLDER"], flush=True)
+time.sleep(600)
+"""
+    killed = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**ALONE, "TMPDIR": str(short_tmp)},
+    )
+    assert killed.stdout is not None
+    folder = killed.stdout.readline().strip()
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert Path(folder).is_dir()
+    run("from packer.runners import leftovers; leftovers.sweep()", short_tmp)
+    until = time.monotonic() + 20
+    while marked(folder) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert marked(folder) == []
+    assert list(short_tmp.iterdir()) == []
+
+
+def test_sigterm_reaches_the_handler_of_the_process_not_rays(short_tmp: Path) -> None:
+    code = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+from packer.runners.ray import RayRunner
+with RayRunner(num_cpus=1):
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    assert run(code, short_tmp).strip() == "handled"
