@@ -31,7 +31,10 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
         _MAX_FIELD_CHARS
     )  # the module's default is 128 KiB; it knows no limit of a reader's own
     reader = csv.reader(_texts(stream, path, max_bytes))
-    header = next(reader)
+    try:
+        header = next(filter(None, reader))  # the first row that is not blank; there is always the end's
+    except csv.Error as error:
+        raise SourceError(f"{path}: the header row is not CSV ({error}); correct it") from None
     if header == [_END]:
         return
     if _END in header[-1]:

@@ -40,7 +40,9 @@ ALIASES = {
 _INSTRUCTION_INPUTS = ("input", "context")
 
 
-def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[Format, dict[str, str]]:
+def detect_format(
+    inputs: Sequence[InputFile], source: SourceSpec, *, max_unpacked_bytes: int = MAX_UNPACKED_BYTES
+) -> tuple[Format, dict[str, str]]:
     """The format, and the full mapping from padfree's names to the source's.
 
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
@@ -49,7 +51,7 @@ def detect_format(inputs: Sequence[InputFile], source: SourceSpec) -> tuple[Form
     """
     # A text file fits whatever name the other files have for their texts.
     telling = [input for input in inputs if input.reader != "txt"] or inputs
-    sample, name, fault = _first_sample(telling)
+    sample, name, fault = _first_sample(telling, max_unpacked_bytes)
     if not sample and fault is not None:
         raise SourceError(f"{name}: no record could be read; the first: {fault}")
     if not sample:
@@ -120,12 +122,14 @@ def _looks_like(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bo
 # ------------------------------------------------------------------ sample
 
 
-def _first_sample(inputs: Sequence[InputFile]) -> tuple[list[dict[str, Any]], str, RowFault | None]:
+def _first_sample(
+    inputs: Sequence[InputFile], max_unpacked_bytes: int
+) -> tuple[list[dict[str, Any]], str, RowFault | None]:
     """Records of the first input that has any; else the first reason why not."""
     name, fault = inputs[0].path, None
     for input in inputs:
         rows = []
-        for row in islice(_sample(input), _SAMPLE_RECORDS):
+        for row in islice(_sample(input, max_unpacked_bytes), _SAMPLE_RECORDS):
             if not isinstance(row, RowFault):
                 rows.append(row)
             elif fault is None:
@@ -135,22 +139,22 @@ def _first_sample(inputs: Sequence[InputFile]) -> tuple[list[dict[str, Any]], st
     return [], name, fault
 
 
-def _sample(input: InputFile) -> Iterator[dict[str, Any] | RowFault]:
-    with open_stream(input, max_unpacked_bytes=MAX_UNPACKED_BYTES) as stream:
+def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any] | RowFault]:
+    with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
         if input.reader in ("parquet", "arrow"):
             yield from _table_sample(input, stream)
         elif input.reader == "txt":
             yield {"text": ""}
         elif input.reader == "csv":
             yield from _parsed(csv_lines(stream, input.path, names=None, max_bytes=_FIRST_RECORD_BYTES))
-        elif input.reader == "json" and not _has_lines(input):
+        elif input.reader == "json" and not _has_lines(input, max_unpacked_bytes):
             yield from _parsed(value_lines(stream, input.path, max_bytes=_FIRST_RECORD_BYTES))
         else:
             yield from _line_sample(stream)
 
 
-def _has_lines(input: InputFile) -> bool:
-    with open_stream(input, max_unpacked_bytes=MAX_UNPACKED_BYTES) as stream:
+def _has_lines(input: InputFile, max_unpacked_bytes: int) -> bool:
+    with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
         return is_json_lines(stream)
 
 
