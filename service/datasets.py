@@ -18,7 +18,7 @@ from packer.store import LocalStore
 from packer.view import lock_key
 from service import problems
 from service.auth import known_parameters_only
-from service.feeds import CANCELLED
+from service.feeds import cancelled_key
 from service.schemas import DatasetList, DatasetView, SpecModel
 from service.state import Service, service_of
 
@@ -103,18 +103,15 @@ def _resolve(spec: Spec, service: Service) -> Job:
 
 def _register(job: Job, store: LocalStore) -> bool:
     """Make the dataset known to all replicas. Returns whether there is work to do that nobody had."""
-    key = dataset_key(job.dataset)
-    if not store.exists(f"{key}/spec.json"):
-        for name in ("failed.json", CANCELLED):  # left by a removal that was killed half-way
-            store.delete(f"{key}/{name}")
-        store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
-        return True
-    if store.exists(f"{key}/finished.json") and not store.exists(f"{key}/{CANCELLED}"):
+    spec, failed = (dataset_key(job.dataset, name) for name in ("spec.json", "failed.json"))
+    stopped = [key for key in (failed, cancelled_key(job.dataset)) if store.exists(key)]
+    if store.exists(spec) and not stopped:
         return False
-    stopped = [name for name in ("failed.json", CANCELLED) if store.exists(f"{key}/{name}")]
-    for name in stopped:  # what is committed stays and is not packed again
-        store.delete(f"{key}/{name}")
-    return bool(stopped)
+    for key in stopped:  # what is committed stays and is not packed again
+        store.delete(key)
+    if not store.exists(spec):
+        store.put(spec, canonical_json(job_to_document(job)))
+    return True
 
 
 @router.get(
@@ -171,7 +168,7 @@ async def delete_dataset(
 ) -> Response:
     """Cancel a dataset that is packed, by whichever replica, then remove it. Open streams are cut off."""
     feed = await service.feeds.get(dataset)
-    await service.in_thread(service.store.put, dataset_key(dataset, CANCELLED), b"{}")
+    await service.in_thread(service.store.put, cancelled_key(dataset), b"{}")
     feed.nudge()
     if service.scheduler is not None:
         service.scheduler.cancel(dataset)
@@ -200,4 +197,5 @@ def _remove(store: LocalStore, dataset: str) -> bool:
             store.delete(dataset_key(dataset, name))
         store.delete(dataset_key(dataset, "spec.json"))
         store.delete(dataset_key(dataset))
+        store.delete(cancelled_key(dataset))
     return True

@@ -31,7 +31,13 @@ _DATASET = re.compile(r"[0-9a-f]{32}")
 _POLL_FIRST_S, _POLL_GROWTH, _POLL_LAST_S = 0.05, 1.3, 1.0
 _MAX_IDLE_FEEDS = 64  # a million packs' row index is 44 MB
 
-CANCELLED = "cancelled.json"  # a dataset's marker: not to be packed, and not to be served
+
+def cancelled_key(dataset: str) -> str:
+    """The marker of a dataset that is not to be packed, and not to be served.
+
+    Not in the dataset's folder: whoever packs it sweeps that for files left half-written.
+    """
+    return f"cancelled/{dataset}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -147,7 +153,7 @@ class Feed:
             if self._manifest.finished is None:
                 gone = not self._store.exists(dataset_key(self.dataset, "spec.json"))
                 stopped = {"detail": "it was deleted"} if gone else self._manifest.failed()
-            cancelled = self._store.exists(dataset_key(self.dataset, CANCELLED))
+            cancelled = self._store.exists(cancelled_key(self.dataset))
         except ManifestError as error:
             log.error("%s", error)
             stopped = {"title": "ManifestError", "detail": f"its manifest is damaged: {error}"}
@@ -171,7 +177,7 @@ class Feed:
 
     def _read_view(self) -> dict[str, Any] | None:
         view = dataset_view(self._store, self.dataset, self._manifest)
-        if view is not None and self._store.exists(dataset_key(self.dataset, CANCELLED)):
+        if view is not None and self._store.exists(cancelled_key(self.dataset)):
             view["state"] = "cancelled"
         return view
 

@@ -17,7 +17,7 @@ from packer.manifest import Manifest, dataset_key, list_datasets
 from packer.runners import Runner
 from packer.spec import Job, SpecError, job_from_document
 from packer.store import LocalStore
-from service.feeds import CANCELLED
+from service.feeds import cancelled_key
 from service.metrics import Metrics
 
 log = logging.getLogger("padfree.service")
@@ -140,7 +140,7 @@ class Scheduler:
                 with self._change:
                     cancel = self._running.get(dataset)
                 if cancel is not None:
-                    if self._store.exists(dataset_key(dataset, CANCELLED)):  # by another replica
+                    if self._store.exists(cancelled_key(dataset)):  # by another replica
                         cancel.set()
                 elif self._is_open(dataset) and not self._store.is_locked(f"locks/{dataset}"):
                     self.submit(dataset)
@@ -152,7 +152,8 @@ class Scheduler:
         if self._store.exists(dataset_key(dataset, "finished.json")):
             self._settled.add(dataset)
             return False
-        return not any(self._store.exists(dataset_key(dataset, name)) for name in ("failed.json", CANCELLED))
+        stopped = (dataset_key(dataset, "failed.json"), cancelled_key(dataset))
+        return not any(self._store.exists(key) for key in stopped)
 
     def _work(self) -> None:
         while True:

@@ -19,8 +19,9 @@ from packs import (
 from serving import messages, packs_by_arrow, running, wait_for
 
 from packer import shard
-from packer.manifest import dataset_key, shard_key
+from packer.manifest import shard_key
 from packer.store import LocalStore
+from service.feeds import cancelled_key
 from trainer_client import PackedStream
 
 PACKS = random_packs(29)
@@ -381,6 +382,6 @@ def test_an_unknown_dataset_is_named(served):
 
 def test_a_cancelled_dataset_is_not_served(tmp_path):
     dataset = build_dataset(tmp_path, PACKS, packs_per_shard=4, finished=False)
-    LocalStore(tmp_path).put(dataset_key(dataset, "cancelled.json"), json.dumps({}).encode())
+    LocalStore(tmp_path).put(cancelled_key(dataset), json.dumps({}).encode())
     with running(tmp_path) as server:
         problem(server.stream(dataset), 409, "dataset-cancelled")

@@ -1,0 +1,234 @@
+"""What stands around every call: tokens, request ids, problems, health, pages, the end of the process."""
+
+import contextlib
+import json
+import logging
+import signal
+import threading
+
+import pytest
+from packs import build_dataset, numbered_packs, start_dataset
+from serving import messages, packs_by_arrow, running, spawned, wait_for
+
+from service import logs
+from service.health import check_store
+from service.requests import request_id
+from service.settings import Settings
+from trainer_client import PackedStream
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("store")) as server:
+        yield server
+
+
+# ------------------------------------------------------------------ tokens
+
+
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [
+        (None, 401),
+        ("Bearer beta", 200),
+        ("bearer alpha", 200),
+        ("Bearer gamma", 401),
+        ("Bearer ", 401),
+        ("Bearer", 401),
+        ("Basic alpha", 401),
+        ("alpha", 401),
+        ("Bearer alpha,beta", 401),
+        ("Bearer \xe9", 401),
+    ],
+)
+def test_v1_needs_one_of_the_tokens(tmp_path, given, status):
+    with running(tmp_path, tokens=("alpha", "beta")) as server:
+        headers = {} if given is None else {"Authorization": given}
+        answer = server.request("GET", "/v1/datasets", headers=headers)
+        assert answer.status == status
+        if status == 401:
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.json["type"] == "urn:padfree:problem:unauthorized"
+            assert "alpha" not in answer.json["detail"]
+
+
+def test_every_v1_call_is_guarded_and_the_rest_is_open(tmp_path):
+    with running(tmp_path, tokens=("one",)) as server:
+        for method, path in [
+            ("POST", "/v1/datasets"),
+            ("DELETE", f"/v1/datasets/{'0' * 32}"),
+            ("GET", f"/v1/datasets/{'0' * 32}/stream"),
+            ("GET", f"/v1/datasets/{'0' * 32}/shards/0"),
+            ("GET", "/v1/nothing"),
+            ("GET", "/v1"),
+        ]:
+            assert server.request(method, path).status == 401
+        for path in ("/healthz", "/readyz", "/metrics", "/docs", "/"):
+            assert server.get(path).status == 200
+
+
+# ------------------------------------------------------------------ problems and ids
+
+
+def test_every_error_is_a_problem(server):
+    for method, path, status in [
+        ("GET", "/nothing", 404),
+        ("PUT", "/v1/datasets", 405),
+        ("POST", "/healthz", 405),
+        ("GET", "/v1/datasets?page=2", 422),
+    ]:
+        answer = server.request(method, path)
+        assert answer.status == status
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json["status"] == status
+        assert set(answer.json) >= {"type", "title", "status", "detail"}
+    assert server.request("PUT", "/v1/datasets").headers["allow"]
+
+
+def test_an_error_of_our_own_tells_nothing_but_that(server, monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr("service.feeds.list_datasets", broken)
+    answer = server.get("/v1/datasets")
+    assert answer.status == 500
+    assert answer.json["type"] == "urn:padfree:problem:internal"
+    assert b"secret" not in answer.body
+
+
+def test_a_request_has_an_id(server):
+    assert server.get("/healthz", X_Request_Id="train-7.rank0").headers["x-request-id"] == "train-7.rank0"
+    first, second = (server.get("/nothing").headers["x-request-id"] for _ in range(2))
+    assert len(first) == 32
+    assert first != second
+    assert server.get("/healthz", X_Request_Id="a b" * 100).headers["x-request-id"] != "a b" * 100
+
+
+def test_json_logs_carry_the_request_id(capsys):
+    chosen = Settings.from_environment({}, log_format="json")
+    before = {name: logging.getLogger(name).__dict__.copy() for name in ("padfree", "uvicorn")}
+    token = request_id.set("abc")
+    try:
+        logs.configure(chosen)
+        logging.getLogger("padfree.service").warning("dataset %s\n failed", "d")
+        logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
+    finally:
+        request_id.reset(token)
+        for name, attributes in before.items():
+            logging.getLogger(name).__dict__.update(attributes)
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert (found["message"], found["level"], found["request_id"]) == ("dataset d\n failed", "warning", "abc")
+
+
+# ------------------------------------------------------------------ health and pages
+
+
+def test_readiness_names_what_is_missing(tmp_path):
+    with running(tmp_path) as server:
+        assert server.get("/readyz").json == {"ready": True, "checks": {"store": "ok"}}
+        (tmp_path / "file").write_text("")
+        server.service.store.root = tmp_path / "file"
+        answer = server.get("/readyz")
+        assert answer.status == 503
+        assert answer.json["checks"]["store"].startswith("cannot be written")
+        assert server.get("/healthz").status == 200
+
+
+def test_the_store_check_leaves_nothing(tmp_path):
+    class Store:
+        root = tmp_path / "new"
+
+    assert check_store(Store) == "ok"
+    assert list(Store.root.iterdir()) == []
+
+
+def test_pages_need_nothing_from_elsewhere(server):
+    for path in ("/", "/docs", "/web/index.js", "/web/docs.js", "/web/style.css"):
+        answer = server.get(path)
+        assert answer.status == 200
+        for outside in (b"https://", b"http://", b'src="//'):
+            assert outside not in answer.body
+    assert server.get("/").headers["content-security-policy"] == "default-src 'self'"
+
+
+def test_openapi_documents_every_call(server):
+    document = server.get("/openapi.json").json
+    calls = {(method, path) for path, operations in document["paths"].items() for method in operations}
+    one = "/v1/datasets/{dataset}"
+    assert calls >= {
+        ("post", "/v1/datasets"), ("get", "/v1/datasets"), ("get", one), ("delete", one),
+        ("get", f"{one}/shards"), ("get", f"{one}/shards/{{index}}"), ("get", f"{one}/stream"),
+        ("get", "/healthz"), ("get", "/readyz"), ("get", "/metrics"),
+    }  # fmt: skip
+    names = {one["name"] for one in document["paths"][f"{one}/stream"]["get"]["parameters"]}
+    assert names >= {"rank", "world_size", "packs_per_step", "epoch", "start", "offset", "tail", "batches"}
+    assert document["paths"]["/v1/datasets"]["post"]["requestBody"]
+
+
+def test_metrics_count_what_was_served(tmp_path):
+    dataset = build_dataset(tmp_path, numbered_packs(6), packs_per_shard=3)
+    with running(tmp_path) as server:
+        size = len(server.stream(dataset).body)
+        shard_size = len(server.get(f"/v1/datasets/{dataset}/shards/0").body)
+        text = server.get("/metrics").body.decode()
+    assert f'padfree_served_bytes_total{{kind="stream"}} {float(size)}' in text
+    assert f'padfree_served_bytes_total{{kind="shard"}} {float(shard_size)}' in text
+    assert 'padfree_streams_ended_total{how="complete"} 1.0' in text
+    assert 'padfree_first_batch_seconds_count{dataset_state="ready"} 1.0' in text
+    assert "padfree_streams_open 0.0" in text
+
+
+# ------------------------------------------------------------------ the end of the process
+
+
+def test_f43_shutdown_cuts_open_streams_and_the_client_goes_on(tmp_path):
+    packs = numbered_packs(100)
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=10)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(spawned(tmp_path))
+        stream = PackedStream(first.url, dataset=dataset, prefetch_steps=1)
+        stack.callback(stream.close)
+        seen = []
+        for batch in stream:
+            seen.append(batch.example_ids.tolist())
+            if len(seen) == 30:
+                first.process.send_signal(signal.SIGTERM)
+                assert first.process.wait(10) == 0
+                stack.enter_context(spawned(tmp_path, port=first.port))
+    assert seen == [[i] for i in range(100)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_f43_a_waiting_stream_is_cut_not_ended(tmp_path, number):
+    dataset = start_dataset(tmp_path, identity="waiting")
+    with spawned(tmp_path, PADFREE_PACKING="0") as server:
+        connection, response = server.open("GET", f"/v1/datasets/{dataset}/stream")
+        assert response.status == 200
+        server.process.send_signal(number)
+        with pytest.raises(Exception, match="IncompleteRead"):
+            response.read()
+        connection.close()
+        assert server.process.wait(10) == 0
+        assert b"Traceback" not in server.process.stderr.read()
+
+
+def test_a_long_poll_ends_with_the_service(tmp_path):
+    dataset = start_dataset(tmp_path, identity="waiting")
+    answers = []
+    with running(tmp_path) as server:
+        path = f"/v1/datasets/{dataset}/shards?wait_s=60"
+        thread = threading.Thread(target=lambda: answers.append(server.get(path)))
+        thread.start()
+        wait_for(lambda: server.service.feeds._feeds and server.service.feeds._feeds[dataset]._num_waiting)
+    thread.join(20)
+    assert answers[0].json["shards"] == []
+
+
+def test_a_stream_that_is_complete_is_not_cut(tmp_path):
+    packs = numbered_packs(5)
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=10)
+    with spawned(tmp_path) as server:
+        body = server.stream(dataset).body
+    assert [message.packs[0] for message in messages(body)] == packs
+    assert packs_by_arrow(body) == [[pack] for pack in packs]
