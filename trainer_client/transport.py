@@ -86,7 +86,9 @@ def open_transport(
     from trainer_client.remote import HttpTransport
 
     if str(source).startswith(("http://", "https://")):
-        return HttpTransport(str(source), dataset, token=token, silence_s=min(60.0, timeout_s))
+        # Long enough to be no trouble, short enough for several tries before the timeout.
+        silence_s = max(0.25, min(60.0, timeout_s / 10))
+        return HttpTransport(str(source), dataset, token=token, silence_s=silence_s)
     if "://" in str(source):
         raise ValueError(f"source: an http(s) url or a store folder is required, found {str(source)!r}")
     return FolderTransport(source, dataset, timeout_s=timeout_s)

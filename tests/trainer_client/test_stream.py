@@ -1,0 +1,473 @@
+"""The order of a stream, its tail, its state: over HTTP and from a folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_service import FakeService
+from packs import (
+    build_dataset,
+    commit_partition,
+    fail_dataset,
+    finish_dataset,
+    numbered_packs,
+    random_packs,
+    start_dataset,
+)
+
+from trainer_client import (
+    DatasetFailed,
+    DatasetTooSmall,
+    PackedStream,
+    StateMismatch,
+    StreamTimeout,
+    UnknownDataset,
+)
+
+
+def taken(stream: Any) -> list[int]:
+    """Which numbered packs a whole iteration holds, in order."""
+    return [number for batch in stream for number in batch.example_ids.tolist()]
+
+
+def take(stream: PackedStream, count: int) -> list[int]:
+    return [n for batch in itertools.islice(iter(stream), count) for n in batch.example_ids.tolist()]
+
+
+# ------------------------------------------------------------------ order
+
+
+def test_packs_arrive_as_they_were_written(source: str, tmp_path: Path) -> None:
+    packs = random_packs(23, seed=3)
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=4)
+    batches = list(PackedStream(source, dataset=dataset))
+    assert len(batches) == 23
+    for batch, pack in zip(batches, packs, strict=True):
+        assert np.array_equal(batch.input_ids, pack.input_ids)
+        assert np.array_equal(batch.loss_mask, pack.loss_mask)
+        assert np.array_equal(batch.cu_seqlens, pack.cu_seqlens)
+        assert np.array_equal(batch.example_ids, pack.example_ids)
+        assert batch.num_items_in_batch == pack.num_trained
+        assert batch.step_done
+
+
+def test_trained_tokens_are_those_of_the_whole_step(source: str, tmp_path: Path) -> None:
+    packs = random_packs(12, seed=4)
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=5)
+    ranks = [
+        list(PackedStream(source, dataset=dataset, rank=rank, world_size=2, packs_per_step=3))
+        for rank in range(2)
+    ]
+    for step, (one, two) in enumerate(zip(*ranks, strict=True)):
+        whole = sum(pack.num_trained for pack in packs[6 * step : 6 * step + 6])
+        assert one.num_items_in_batch == two.num_items_in_batch == whole
+        assert one.num_trained + two.num_trained == whole
+        assert one.step == two.step == step
+
+
+def test_epochs_are_permutations_and_follow_each_other(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(40), packs_per_shard=7)
+    stream = PackedStream(source, dataset=dataset, epochs=3, shuffle_seed=5)
+    batches = list(stream)
+    assert len(stream) == len(batches) == 120
+    epochs = [[b.example_ids[0] for b in batches if b.epoch == epoch] for epoch in range(3)]
+    assert epochs[0] == list(range(40))
+    assert sorted(epochs[1]) == sorted(epochs[2]) == list(range(40))
+    assert epochs[1] != epochs[0]
+    assert epochs[2] != epochs[1]
+    assert [b.step for b in batches] == 3 * list(range(40))
+
+
+def test_each_loop_over_a_stream_of_one_epoch_is_the_next_epoch(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=4)
+    at_once = taken(PackedStream(source, dataset=dataset, epochs=3))
+    stream = PackedStream(source, dataset=dataset)
+    assert [*taken(stream), *taken(stream), *taken(stream)] == at_once
+
+
+def test_without_a_seed_every_epoch_is_the_order_of_packing(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(6), packs_per_shard=4)
+    assert taken(PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=None)) == 2 * list(range(6))
+
+
+def test_an_endless_stream_has_no_length(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=4)
+    stream = PackedStream(source, dataset=dataset, epochs=None)
+    assert len(take(stream, 10)) == 10
+    with pytest.raises(TypeError, match="no end"):
+        len(stream)
+
+
+# ------------------------------------------------------------------ tail
+
+
+def test_f25_a_dataset_smaller_than_a_step_is_an_error_with_both_numbers(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=2)
+    stream = PackedStream(source, dataset=dataset, packs_per_step=101)
+    with pytest.raises(DatasetTooSmall, match=r"101 packs.*only 3") as caught:
+        next(iter(stream))
+    assert (caught.value.num_packs, caught.value.packs_needed) == (3, 101)
+    with pytest.raises(DatasetTooSmall):
+        len(stream)
+    padded = PackedStream(source, dataset=dataset, packs_per_step=101, tail="pad")
+    batches = list(padded)
+    assert len(padded) == len(batches) == 1
+    assert batches[0].num_packs == 3
+    assert batches[0].example_ids.tolist() == [0, 1, 2]
+
+
+def test_f25_also_where_the_size_is_known_only_later(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(3)
+    dataset = start_dataset(tmp_path, identity="growing")
+    stream = PackedStream(source, dataset=dataset, packs_per_step=101)
+    timer = threading.Timer(0.3, _commit_all, (tmp_path, dataset, packs))
+    timer.start()
+    with pytest.raises(DatasetTooSmall) as caught:
+        next(iter(stream))
+    assert caught.value.num_packs == 3
+    timer.join()
+
+
+def _commit_all(root: Path, dataset: str, packs: list) -> None:
+    commit_partition(root, dataset, 0, packs, packs_per_shard=2)
+    finish_dataset(root, dataset, 1, packs)
+
+
+def test_f27_all_ranks_take_the_same_number_of_steps(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(5), packs_per_shard=2)
+
+    def ranks(tail: Any) -> list[list]:
+        return [
+            list(PackedStream(source, dataset=dataset, rank=rank, world_size=2, tail=tail))
+            for rank in range(2)
+        ]
+
+    dropped = ranks("drop")
+    assert [len(batches) for batches in dropped] == [2, 2]
+    assert sorted(n for batches in dropped for b in batches for n in b.example_ids) == [0, 1, 2, 3]
+    assert PackedStream(source, dataset=dataset, world_size=2).num_left_over() == 1
+    padded = ranks("pad")
+    assert [len(batches) for batches in padded] == [3, 3]
+    fillers = [b for batches in padded for b in batches if b.is_padding]
+    assert len(fillers) == 1
+    assert not fillers[0].loss_mask.any()
+    assert (fillers[0].labels == -100).all()
+    real = [n for batches in padded for b in batches if not b.is_padding for n in b.example_ids]
+    assert sorted(real) == [0, 1, 2, 3, 4]
+    # The filler's step counts the trained tokens of the other rank.
+    assert fillers[0].num_items_in_batch == 3
+
+
+# ------------------------------------------------------------------ state
+
+
+def test_f29_start_and_split_commute(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(16), packs_per_shard=3)
+    whole, later = [], []
+    for rank in range(2):
+        stream = PackedStream(source, dataset=dataset, rank=rank, world_size=2)
+        whole.append(taken(stream))
+        stream = PackedStream(source, dataset=dataset, rank=rank, world_size=2)
+        state = {**stream.state_dict(), "packs": 2, "step": 1}
+        stream.load_state_dict(state)
+        later.append(taken(stream))
+    assert [len(part) for part in later] == [7, 7]
+    assert later == [part[1:] for part in whole]
+    assert not set(later[0]) & set(later[1])
+
+
+def test_f30_the_second_resume_is_as_good_as_the_first(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(12), packs_per_shard=5)
+
+    def fresh(state: dict | None = None) -> PackedStream:
+        stream = PackedStream(source, dataset=dataset)
+        if state is not None:
+            stream.load_state_dict(json.loads(json.dumps(state)))
+        return stream
+
+    first = fresh()
+    assert take(first, 3) == [0, 1, 2]
+    s1 = first.state_dict()
+    second = fresh(s1)
+    assert second.state_dict() == s1
+    assert take(second, 2) == [3, 4]
+    third = fresh(second.state_dict())
+    assert take(third, 1) == [5]
+
+
+def test_state_is_exact_within_the_loop_body_and_on_the_batch(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(9), packs_per_shard=2)
+    stream = PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=3)
+    order = taken(PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=3))
+    for index, batch in enumerate(stream):
+        state = stream.state_dict()
+        assert batch.state == state
+        other = PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=3)
+        other.load_state_dict(state)
+        rest = take(other, 18 - index - 1)
+        assert rest == order[index + 1 :], index
+
+
+@pytest.mark.parametrize(("worlds", "steps"), [((4, 2), (1, 4)), ((1, 4), (4, 2)), ((2, 3), (3, 2))])
+def test_f31_a_state_goes_on_exactly_on_another_world_size(
+    source: str, tmp_path: Path, worlds: tuple[int, int], steps: tuple[int, int]
+) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(12), packs_per_shard=5)
+    state, before = None, []
+    for rank in range(worlds[0]):
+        stream = PackedStream(source, dataset=dataset, rank=rank, world_size=worlds[0])
+        before += take(stream, steps[0])
+        state = stream.state_dict()
+    after = []
+    for rank in range(worlds[1]):
+        stream = PackedStream(source, dataset=dataset, rank=rank, world_size=worlds[1])
+        stream.load_state_dict(state)
+        batches = list(stream)
+        assert [b.step for b in batches] == list(range(steps[0], steps[0] + steps[1]))
+        after += [n for b in batches for n in b.example_ids]
+    assert not set(before) & set(after)
+    assert sorted(before + after) == list(range(12))
+
+
+def test_f32_what_was_fetched_but_not_taken_is_not_lost(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(12), packs_per_shard=5)
+    stream = PackedStream(source, dataset=dataset, prefetch_steps=4)
+    iterator = iter(stream)
+    assert [next(iterator).example_ids[0] for _ in range(2)] == [0, 1]
+    buffer = stream._prefetcher()._buffer
+    while len(buffer._items) < 4:  # until the buffer is full
+        threading.Event().wait(0.01)
+    state = stream.state_dict()
+    assert state["packs"] == 2
+    program = (
+        "import json, sys; from trainer_client import PackedStream\n"
+        "state = json.loads(sys.argv[2]); stream = PackedStream(sys.argv[1], dataset=state['dataset'])\n"
+        "stream.load_state_dict(state); print([int(b.example_ids[0]) for b in stream])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program, source, json.dumps(state)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert json.loads(out.stdout) == list(range(2, 12))
+
+
+def test_f33_state_at_the_end_of_an_epoch_opens_the_next(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    whole = taken(PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=7))
+    for epochs in (1, 2, None):
+        stream = PackedStream(source, dataset=dataset, epochs=epochs, shuffle_seed=7)
+        assert take(stream, 4) == whole[:4]
+        state = stream.state_dict()
+        assert (state["epoch"], state["packs"]) == (1, 0)
+        resumed = PackedStream(source, dataset=dataset, epochs=epochs, shuffle_seed=7)
+        resumed.load_state_dict(state)
+        assert take(resumed, 4) == whole[4:]
+        assert resumed.state_dict()["epoch"] == 2
+
+
+def test_f33_also_where_the_end_was_not_known_when_the_state_was_saved(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(4)
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
+    stream = PackedStream(source, dataset=dataset, shuffle_seed=7)
+    assert take(stream, 4) == [0, 1, 2, 3]
+    state = stream.state_dict()
+    assert (state["epoch"], state["packs"]) == (0, 4)  # more may come
+    finish_dataset(tmp_path, dataset, 1, packs)
+    resumed = PackedStream(source, dataset=dataset, shuffle_seed=7)
+    resumed.load_state_dict(state)
+    assert sorted(taken(resumed)) == [0, 1, 2, 3]
+    assert resumed.state_dict()["epoch"] == 2
+
+
+def test_an_end_found_out_while_waiting_makes_no_empty_iteration(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(4)
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
+    stream = PackedStream(source, dataset=dataset)
+    assert take(stream, 4) == [0, 1, 2, 3]
+    timer = threading.Timer(0.3, finish_dataset, (tmp_path, dataset, 1, packs))
+    timer.start()
+    assert sorted(taken(stream)) == [0, 1, 2, 3]
+    timer.join()
+
+
+def test_a_state_of_another_dataset_or_seed_is_refused_with_both(source: str, tmp_path: Path) -> None:
+    one = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    two = build_dataset(tmp_path, numbered_packs(5), packs_per_shard=5)
+    state = PackedStream(source, dataset=one).state_dict()
+    with pytest.raises(StateMismatch, match=f"{two}.*{one}") as caught:
+        PackedStream(source, dataset=two).load_state_dict(state)
+    assert (caught.value.wanted, caught.value.found) == (two, one)
+    with pytest.raises(StateMismatch, match="shuffle_seed 9"):
+        PackedStream(source, dataset=one, shuffle_seed=9).load_state_dict(state)
+    with pytest.raises(ValueError, match="version 1"):
+        PackedStream(source, dataset=one).load_state_dict({"position": 3})
+
+
+def test_breaking_off_and_going_on(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=4)
+    stream = PackedStream(source, dataset=dataset)
+    seen = []
+    for batch in stream:
+        seen += batch.example_ids.tolist()
+        if len(seen) == 3:
+            break
+    assert seen + taken(stream) == list(range(10))
+
+
+def test_only_the_latest_iteration_goes_on(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=4)
+    stream = PackedStream(source, dataset=dataset)
+    old = iter(stream)
+    next(old)
+    new = iter(stream)
+    assert next(new).example_ids[0] == 1
+    with pytest.raises(RuntimeError, match="this iteration of the stream is over"):
+        next(old)
+    stream.load_state_dict({**stream.state_dict(), "packs": 5, "step": 5})
+    with pytest.raises(RuntimeError, match="a state was loaded"):
+        next(new)
+    assert taken(stream) == [5, 6, 7, 8, 9]
+
+
+def test_a_stream_travels_to_another_process_with_its_place(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=4)
+    stream = PackedStream(source, dataset=dataset)
+    take(stream, 4)
+    assert taken(pickle.loads(pickle.dumps(stream))) == [4, 5, 6, 7, 8, 9]
+
+
+# ------------------------------------------------------------------ while packing
+
+
+def test_the_stream_follows_a_dataset_that_is_being_packed(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(9)
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, packs[:4], packs_per_shard=3)
+    stream = PackedStream(source, dataset=dataset, world_size=2, rank=1, epochs=2)
+    with pytest.raises(TypeError, match="still being packed"):
+        len(stream)
+    iterator = iter(stream)
+    # Steps that are whole come before packing is done.
+    assert [next(iterator).example_ids[0] for _ in range(2)] == [1, 3]
+    commit_partition(tmp_path, dataset, 1, packs[4:], packs_per_shard=3)
+    assert [next(iterator).example_ids[0] for _ in range(2)] == [5, 7]
+    finish_dataset(tmp_path, dataset, 2, packs)
+    rest = [batch.epoch for batch in iterator]
+    assert rest == [1, 1, 1, 1]
+    assert len(stream) == 8
+
+
+def test_a_failed_dataset_ends_the_stream_with_the_reason(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(4)
+    dataset = start_dataset(tmp_path, identity="failing")
+    commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
+    iterator = iter(PackedStream(source, dataset=dataset))
+    assert [next(iterator).example_ids[0] for _ in range(4)] == [0, 1, 2, 3]
+    fail_dataset(tmp_path, dataset, detail="rows.jsonl, line 7: not JSON")
+    with pytest.raises(DatasetFailed, match="line 7: not JSON") as caught:
+        next(iterator)
+    assert caught.value.reason == "rows.jsonl, line 7: not JSON"
+
+
+def test_an_unknown_dataset_is_told_at_once(source: str, tmp_path: Path) -> None:
+    build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    with pytest.raises(UnknownDataset, match="no dataset feedbeef"):
+        next(iter(PackedStream(source, dataset="feedbeef")))
+
+
+def test_a_folder_that_is_no_store_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UnknownDataset, match="no store folder"):
+        next(iter(PackedStream(tmp_path / "nowhere", dataset="feedbeef")))
+
+
+def test_a_folder_where_nobody_packs_any_more_times_out(tmp_path: Path) -> None:
+    dataset = start_dataset(tmp_path, identity="abandoned")
+    with pytest.raises(StreamTimeout, match=r"has 0 packs.*none was added for 0.3 s"):
+        next(iter(PackedStream(tmp_path, dataset=dataset, timeout_s=0.3)))
+
+
+# ------------------------------------------------------------------ the rest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank: 0 to 1 is required"),
+        ({"rank": -1}, "rank: 0 to 0"),
+        ({"world_size": 0}, "world_size: 1 or more"),
+        ({"packs_per_step": 0}, "packs_per_step: 1 or more"),
+        ({"tail": "keep"}, "tail"),
+        ({"epochs": 0}, "epochs: 1 or more"),
+        ({"prefetch_steps": 0}, "prefetch_steps"),
+    ],
+)
+def test_wrong_options_are_named(tmp_path: Path, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedStream(tmp_path, dataset="x", **options)
+    with pytest.raises(ValueError, match="http"):
+        PackedStream("s3://bucket/store", dataset="x")
+
+
+def test_f36_few_files_are_open_at_any_time(tmp_path: Path) -> None:
+    """2,000 shards of one pack, in order and permuted, under a limit of open files."""
+    import os
+    import resource
+
+    dataset = build_dataset(tmp_path, numbered_packs(2000), packs_per_shard=1, shards_per_partition=500)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        before, most, kept = len(os.listdir("/proc/self/fd")), 0, []
+        seen: Counter[int] = Counter()
+        for batch in PackedStream(tmp_path, dataset=dataset, epochs=2):
+            seen.update(batch.example_ids.tolist())
+            kept.append(batch)  # a batch that is kept keeps no file open
+            most = max(most, len(os.listdir("/proc/self/fd")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert seen == Counter(dict.fromkeys(range(2000), 2))
+    assert most - before <= 64
+
+
+def test_the_import_brings_neither_torch_nor_a_web_framework() -> None:
+    program = (
+        "import sys, trainer_client; assert trainer_client.PackedStream\n"
+        "heavy = {'torch', 'transformers', 'ray', 'fastapi', 'tokenizers', 'datasets', 'requests'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_stats_add_up(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10, length=7), packs_per_shard=4)
+    stream = PackedStream(source, dataset=dataset, epochs=2)
+    batches = list(stream)
+    stats = stream.stats()
+    assert (stats.num_batches, stats.num_tokens) == (20, 140)
+    assert stats.num_bytes == sum(batch.num_bytes for batch in batches)
+    assert 0 <= stats.stall_share <= 1
+    assert stats.first_batch_s > 0
+    assert "padfree_client_num_batches 20\n" in stats.to_prometheus()
+
+
+def test_the_token_is_sent_and_never_shown(tmp_path: Path) -> None:
+    from trainer_client import StreamRefused
+
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    with FakeService(tmp_path, token="secret-token") as service:
+        assert taken(PackedStream(service.url, dataset=dataset, token="secret-token")) == [0, 1, 2, 3]
+        with pytest.raises(StreamRefused, match="401") as caught:
+            next(iter(PackedStream(service.url, dataset=dataset, token="other-token")))
+        assert "other-token" not in str(caught.value)
