@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packer import sources
-from packer.manifest import Commit, Manifest, dataset_key, write_commit
+from packer.manifest import Manifest, dataset_key, write_commit
 from packer.packing import partition_multiple
 from packer.pipeline import pack_partition
 from packer.report import report
-from packer.runners import Runner, Tasks, WorkerDied
+from packer.runners import Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import LocalStore, NoSpaceLeft, StoreError
 from packer.view import lock_key
@@ -59,6 +59,7 @@ class Window:
     _failures: dict[int, BaseException] = field(default_factory=dict)
     _tries: dict[int, int] = field(default_factory=dict)
     _again: list[int] = field(default_factory=list)
+    retries: int = 0
 
     def __post_init__(self) -> None:
         self._handed_out = self.committed
@@ -86,6 +87,7 @@ class Window:
         if self._tries[partition] >= MAX_TRIES:
             self.failed(partition, error)
             return False
+        self.retries += 1
         self._again.append(partition)
         return True
 
@@ -149,7 +151,7 @@ def pack(
             raise
         except Exception as error:
             raise _fail(job, store, error) from error
-        return _finish(job, store, manifest, time.monotonic() - started)
+        return _finish(job, store, manifest, time.monotonic() - started, window.retries)
 
 
 def _partitions(
@@ -198,7 +200,7 @@ def _run(
         for partition in window.to_start():
             running[tasks.submit(pack_partition, job, partition, partitions[partition], store)] = partition
         for done in tasks.wait(0.5):
-            _take(window, running.pop(done.task), done.value, done.error)
+            _take(window, partitions[running.pop(done.task)], done)
         if ready := window.to_commit():
             for _, commit in ready:
                 write_commit(store, job.dataset, commit)
@@ -207,16 +209,27 @@ def _run(
             raise failure
 
 
-def _take(window: Window, partition: int, value: Commit | None, error: BaseException | None) -> None:
+def _take(window: Window, partition: sources.Partition, done: Done) -> None:
+    number, error = partition.index, done.error
     if error is None:
-        window.succeeded(partition, value)
-    elif isinstance(error, WorkerDied) or (
-        isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft)
-    ):
-        if window.stumbled(partition, error):
-            log.warning("partition %d is tried again: %s", partition, error)
+        window.succeeded(number, done.value)
+    elif isinstance(error, WorkerDied):
+        if window.stumbled(number, _killed(partition, error)):
+            log.warning("partition %d is tried again: %s", number, error)
+    elif isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft):
+        if window.stumbled(number, error):
+            log.warning("partition %d is tried again: %s", number, error)
     else:
-        window.failed(partition, error)
+        window.failed(number, error)
+
+
+def _killed(partition: sources.Partition, error: WorkerDied) -> PackingFailed:
+    files = ", ".join(sorted({span.file.input.path for span in partition.spans})[:3])
+    return PackingFailed(
+        f"the worker of partition {partition.index} (examples {partition.start} to {partition.stop - 1} in "
+        f"stream order, of {files}) was killed {MAX_TRIES} times: {error}. Give workers more memory, or look "
+        "for a row there that takes it all; what is packed already stays."
+    )
 
 
 def _tell(manifest: Manifest, window: Window, on_progress: Callable[[Manifest, int], None] | None) -> None:
@@ -230,7 +243,7 @@ def _stop_if(cancel: threading.Event | None) -> None:
         raise Cancelled("packing was asked to stop")
 
 
-def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float) -> dict[str, Any]:
+def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float, retries: int) -> dict[str, Any]:
     manifest.refresh()
     final = report(
         manifest.counters,
@@ -239,7 +252,14 @@ def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float) -> 
     )
     store.put(
         dataset_key(job.dataset, "finished.json"),
-        json.dumps({"num_partitions": manifest.num_commits, "seconds": seconds, "report": final}).encode(),
+        json.dumps(
+            {
+                "num_partitions": manifest.num_commits,
+                "seconds": seconds,  # of the last run: it may have gone on from an earlier one
+                "retries": retries,
+                "report": final,
+            }
+        ).encode(),
     )
     store.delete(dataset_key(job.dataset, "work"))
     return final
@@ -249,8 +269,6 @@ def _fail(job: Job, store: LocalStore, error: Exception) -> PackingFailed:
     """Write down why packing stopped, and give the error to raise."""
     told = isinstance(error, ValueError | OSError | WorkerDied | PackingFailed)
     detail = str(error) if told else f"unexpected {type(error).__name__}: {error}"
-    if isinstance(error, WorkerDied):
-        detail = f"a worker was killed {MAX_TRIES} times at the same work ({error}); give workers more memory"
     if not told:
         log.error("packing %s: %s", job.dataset, "".join(traceback.format_exception(error)))
     _remove_uncommitted(job, store)  # first: on a full disk that makes the room to say so

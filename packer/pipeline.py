@@ -21,7 +21,7 @@ from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
 from packer.packing import PackPlan, plan
 from packer.packing.values import Capacity
 from packer.render import Renderer
-from packer.report import MAX_REJECTED, PADDED_BATCH, Counters
+from packer.report import MAX_LISTED, PADDED_BATCH, Counters
 from packer.shard import PADDING_ID, Pack, encode_shard
 from packer.spec import Job, Spec, canonical_json, parse_spec
 from packer.store import LocalStore
@@ -62,7 +62,8 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
 
     Raises BadRow, and the errors of sources, rendering, packing and the store.
     """
-    counters, rejected = Counters(), []
+    counters = Counters()
+    rejected: list[sources.RowError] = []
     rows = _read(job, partition, store, counters, rejected)
     if rejected and job.spec.source.on_bad_row == "fail":
         first = min(rejected, key=lambda row: row.example_id)
@@ -76,12 +77,15 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
         index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
     counters.num_shards = len(shards)
     counters.check()
-    listed = [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_REJECTED]]
+    lists = {
+        "rejected": [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_LISTED]],
+        "overlong": [_about_overlong(rows, row) for row in planned.dropped[:MAX_LISTED].tolist()],
+    }
     return Commit(
         partition=number,
         shards=tuple(shards),
         rows=index,
-        counters={**dataclasses.asdict(counters), "rejected": listed},
+        counters={**dataclasses.asdict(counters), **lists},
     )
 
 
@@ -328,3 +332,14 @@ def _groups(packs: Iterator[Pack]) -> Iterator[list[Pack]]:
 
 def _about(row: sources.RowError) -> dict[str, Any]:
     return {"file": row.file, "line": row.line, "unit": row.unit, "reason": row.reason}
+
+
+def _about_overlong(rows: _Rows, row: int) -> dict[str, Any]:
+    at = rows.location(row)
+    return {
+        "file": at.file,
+        "line": at.number,
+        "unit": at.unit,
+        "example": int(rows.example_ids[row]),
+        "num_tokens": int(rows.lengths[row]),
+    }

@@ -7,11 +7,11 @@ tokens_in + tokens_padding = tokens_packed + tokens_dropped. `Counters.check` sa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MAX_REJECTED = 100  # bad rows listed by name; all are counted
+MAX_LISTED = 100  # rows left out that are listed by place, of each kind; all are counted
 PADDED_BATCH = 8  # mini-batch that `padded_fill` assumes where the spec names none
 
 
@@ -51,18 +51,24 @@ class Counters:
             raise AssertionError(f"tokens do not add up: {self}")
 
 
-def total(parts: Iterable[Mapping[str, Any]]) -> tuple[Counters, list[dict[str, Any]]]:
-    """The sum of the counters of commits, and the first rejected rows in their order."""
-    counters, rejected = Counters(), []
+def total(parts: Iterable[Mapping[str, Any]]) -> Counters:
+    """The sum of the counters of commits."""
+    counters = Counters()
     for part in parts:
         counters.add(part)
-        rejected.extend(part.get("rejected", [])[: MAX_REJECTED - len(rejected)])
-    return counters, rejected
+    return counters
 
 
-def report(parts: Iterable[Mapping[str, Any]], *, max_tokens: int, **more: Any) -> dict[str, Any]:
+def _listed(parts: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        rows.extend(part.get(name, [])[: MAX_LISTED - len(rows)])
+    return rows
+
+
+def report(parts: Sequence[Mapping[str, Any]], *, max_tokens: int, **more: Any) -> dict[str, Any]:
     """The report of a dataset, from the counters of its commits in order."""
-    counters, rejected = total(parts)
+    counters = total(parts)
     counters.check()
     values = dataclasses.asdict(counters)
     padded_tokens, padded_real = values.pop("padded_tokens"), values.pop("padded_real")
@@ -72,6 +78,7 @@ def report(parts: Iterable[Mapping[str, Any]], *, max_tokens: int, **more: Any) 
         "fill": real / (counters.num_packs * max_tokens) if counters.num_packs else 0.0,
         "lower_bound_packs": -(-real // max_tokens),
         "padded_fill": padded_real / padded_tokens if padded_tokens else 0.0,
-        "rejected": rejected,
+        "rejected": _listed(parts, "rejected"),  # file, line, unit, reason
+        "overlong": _listed(parts, "overlong"),  # file, line, unit, example, num_tokens
         **more,
     }

@@ -12,16 +12,16 @@ from pathlib import Path
 
 from packer import sources
 from packer.pipeline import make_renderer
-from packer.spec import Job, Spec, SpecError, dataset_id
+from packer.spec import Job, Loss, Spec, SpecError, dataset_id
 from packer.store import LocalStore
 from packer.tokenization import Bundle, Tokenizer
 
-_AUTO_LOSS = {"text": "all", "prompt_completion": "completion", "messages": "assistant", "tokens": "all"}
-_LOSSES = {
-    "text": {"all"},
-    "prompt_completion": {"all", "completion"},
-    "messages": {"all", "assistant"},
-    "tokens": {"all"},
+# What "auto" is, first, and what else goes with each format. Ready ids keep "auto": as their labels say.
+_LOSSES: dict[str, tuple[Loss, ...]] = {
+    "text": ("all",),
+    "prompt_completion": ("completion", "all"),
+    "messages": ("assistant", "all"),
+    "tokens": ("auto", "all"),
 }
 
 
@@ -33,10 +33,12 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
     """
     inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots)
     format_, fields = sources.detect_format(inputs, spec.source)
-    loss = _AUTO_LOSS[format_] if spec.loss == "auto" else spec.loss
-    if loss not in _LOSSES[format_]:
-        allowed = ", ".join(sorted(_LOSSES[format_]))
-        raise SpecError("loss", f'format "{format_}" takes loss {allowed} or auto, found "{spec.loss}"')
+    allowed = _LOSSES[format_]
+    loss = allowed[0] if spec.loss == "auto" else spec.loss
+    if loss not in allowed:
+        raise SpecError(
+            "loss", f'format "{format_}" takes loss auto or {" or ".join(allowed)}, found "{spec.loss}"'
+        )
     tokenizer, digest = None, ""
     if spec.tokenizer is not None:
         bundle = Bundle.read(

@@ -30,7 +30,7 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
     else:
         state = "packing" if store.is_locked(lock_key(dataset)) else "queued"
     plan = manifest.read_json("plan.json") or {"num_partitions": None}
-    counters, _ = total(manifest.counters)
+    counters = total(manifest.counters)
     progress = {name: getattr(counters, name) for name in _SHOWN}
     return {
         "id": dataset,
@@ -40,7 +40,7 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
             "partitions_committed": manifest.num_commits,
             "num_partitions": plan["num_partitions"],
             **progress,
-            "seconds": manifest.finished.get("seconds") if manifest.finished else None,
+            **{name: (manifest.finished or {}).get(name) for name in ("seconds", "retries")},
         },
         "report": manifest.finished["report"] if manifest.finished else None,
         "error": failed,

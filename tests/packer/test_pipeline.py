@@ -1,0 +1,439 @@
+"""From rows to shards in a store: the pipeline and the coordinator together, inline."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_job import Packed, pack_document, read_back, spec_of, write_rows, write_tokenizer
+
+from packer import coordinator, pipeline
+from packer.coordinator import Busy, Cancelled, PackingFailed, pack
+from packer.manifest import Manifest, dataset_key
+from packer.packing import PackPlan
+from packer.pipeline import pad_pack
+from packer.resolve import resolve
+from packer.runners import Done, InlineRunner, WorkerDied
+from packer.spec import parse_spec
+from packer.store import LocalStore
+from packer.verify import verify_store
+from packer.view import dataset_view, lock_key
+
+
+def pack_rows(tmp_path: Path, rows: list[Any], **more: Any) -> Packed:
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    return pack_document(tmp_path / "store", spec_of(source, tokenizer, **more))
+
+
+def tokens(*lengths: int) -> list[dict[str, Any]]:
+    """Rows of ready ids, all different."""
+    rows, first = [], 20
+    for length in lengths:
+        rows.append({"input_ids": list(range(first, first + length))})
+        first += length
+    return rows
+
+
+def lengths(packed: Packed) -> list[int]:
+    return sorted(len(ids) for pieces in packed.segments.values() for ids, _ in pieces)
+
+
+# ------------------------------------------------------------------ public fault cases
+
+
+def test_f03_the_completion_mask_survives_packing(tmp_path: Path) -> None:
+    rows = [toy.chat(("user", "a b"), ("assistant", "c d")), toy.chat(("user", "e"), ("assistant", "f"))]
+    packed = pack_rows(tmp_path, rows, loss="assistant", packing={"max_tokens": 16})
+    (only,) = packed.packs
+    labels = [only.labels[a:b].tolist() for a, b in zip(only.cu_seqlens, only.cu_seqlens[1:], strict=False)]
+    assert sorted(labels) == sorted([[-100] * 6 + [12, 13, 7], [-100] * 5 + [15, 7]])
+    assert (only.num_tokens, only.num_trained) == (16, 5)
+
+
+F04 = [{"input_ids": ids} for ids in ([21, 22, 23, 24, 25], [31], [41, 42, 43], [51, 52])]
+
+
+def test_f04_split_keeps_every_token(tmp_path: Path) -> None:
+    packed = pack_rows(tmp_path, F04, packing={"max_tokens": 3, "overlong": "split"})
+    assert len(packed.packs) == 4
+    ids = [i for one in packed.packs for i in one.input_ids.tolist()]
+    assert sorted(ids) == [21, 22, 23, 24, 25, 31, 41, 42, 43, 51, 52]
+    assert sorted(piece for piece, _ in packed.segments[0]) == [[21, 22, 23], [24, 25]]
+    assert packed.report["rows_split"] == 1
+
+
+def test_f04_truncate_reports_what_it_drops(tmp_path: Path) -> None:
+    packed = pack_rows(tmp_path, F04, packing={"max_tokens": 3, "overlong": "truncate"})
+    ids = {i for one in packed.packs for i in one.input_ids.tolist()}
+    assert ids == {21, 22, 23, 31, 41, 42, 43, 51, 52}
+    assert (packed.report["rows_truncated"], packed.report["tokens_dropped"]) == (1, 2)
+
+
+def test_f05_no_row_is_skipped_without_being_counted(tmp_path: Path) -> None:
+    packed = pack_rows(tmp_path, tokens(3, 5, 2, 9), packing={"max_tokens": 8, "overlong": "drop"})
+    assert lengths(packed) == [2, 3, 5]
+    assert len(packed.packs) == 2
+    report = packed.report
+    assert (report["rows_in"], report["rows_packed"], report["rows_overlong"]) == (4, 3, 1)
+    assert set(packed.segments) == {0, 1, 2}
+    assert [(row["example"], row["line"]) for row in report["overlong"]] == [(3, 4)]
+
+
+def test_f06_empty_rows_make_no_segment(tmp_path: Path) -> None:
+    packed = pack_rows(tmp_path, tokens(2, 0, 3), packing={"max_tokens": 8})
+    (only,) = packed.packs
+    assert only.cu_seqlens.tolist() in ([0, 2, 5], [0, 3, 5])
+    assert packed.report["rows_empty"] == 1
+
+
+@pytest.mark.parametrize(("length", "packs", "boundaries"), [(8, 1, [0, 8]), (7, 1, [0, 7, 8]), (9, 0, None)])
+def test_f07_one_length_is_used_throughout(
+    tmp_path: Path, length: int, packs: int, boundaries: list[int] | None
+) -> None:
+    packed = pack_rows(
+        tmp_path, tokens(length), packing={"max_tokens": 8, "pack_multiple": 8, "overlong": "drop"}
+    )
+    assert len(packed.packs) == packs
+    if boundaries is None:
+        assert packed.report["rows_overlong"] == 1
+        return
+    (only,) = packed.packs
+    assert only.cu_seqlens.tolist() == boundaries
+    assert len(only.input_ids) == len(only.labels) == boundaries[-1]
+    assert packed.report["tokens_padding"] == 8 - length
+    assert packed.report["rows_truncated"] == 0
+    if length == 7:
+        assert only.labels[-1] == -100
+
+
+def test_f11_a_truncated_answer_keeps_its_mask(tmp_path: Path) -> None:
+    rows = [toy.chat(("user", "a b"), ("assistant", "c d e f"))]
+    packed = pack_rows(tmp_path, rows, loss="assistant", packing={"max_tokens": 8})
+    assert packed.segments[0] == [([1, 4, 10, 11, 7, 5, 12, 13], [False] * 6 + [True] * 2)]
+    assert packed.report["rows_truncated"] == 1
+
+
+def test_f15_a_changed_template_gives_another_dataset(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [toy.chat(("user", "a"), ("assistant", "b"))])
+
+    def run(template: str) -> Packed:
+        folder = write_tokenizer(tmp_path / "tokenizer", toy.bundle(chat_template=template))
+        return pack_document(tmp_path / "store", spec_of(source, folder, packing={"max_tokens": 64}))
+
+    first = run(toy.T1)
+    second = run(toy.template(prelude="{{- '<sys> z <end>' }}"))
+    again = run(toy.T1)
+    assert first.packs[0].input_ids.tolist() == [1, 4, 10, 7, 5, 11, 7]
+    assert second.packs[0].input_ids.tolist() == [1, 3, 35, 7, 4, 10, 7, 5, 11, 7]
+    assert second.job.dataset != first.job.dataset == again.job.dataset
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+def test_f19_a_bad_line_is_reported_with_file_and_line(tmp_path: Path, policy: str) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"text":"a"}\n{"text": "b"\n[1,2]\n{"text":"c"}\n')
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    document = spec_of(source, tokenizer, source={"on_bad_row": policy}, packing={"max_tokens": 8})
+    if policy == "fail":
+        with pytest.raises(PackingFailed, match=r"rows\.jsonl, line 2"):
+            pack_document(tmp_path / "store", document)
+        store = LocalStore(tmp_path / "store")
+        (dataset,) = os.listdir(tmp_path / "store" / "datasets")
+        view = dataset_view(store, dataset)
+        assert view is not None
+        assert view["state"] == "failed"
+        assert "line 2" in view["error"]["detail"]
+        assert Manifest(store, dataset).num_packs == 0
+        assert store.list(dataset_key(dataset, "shards")) == []
+        return
+    packed = pack_document(tmp_path / "store", document)
+    assert packed.report["rows_packed"] == 2
+    assert packed.report["rows_rejected"] == 2
+    assert [(row["line"], Path(row["file"]).name) for row in packed.report["rejected"]] == [
+        (2, "rows.jsonl"),
+        (3, "rows.jsonl"),
+    ]
+    assert "JSON" in packed.report["rejected"][0]["reason"]
+    assert "object" in packed.report["rejected"][1]["reason"]
+
+
+# ------------------------------------------------------------------ reports add up
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.lists(st.integers(0, 30), max_size=40),
+    max_tokens=st.integers(1, 20),
+    strategy=st.sampled_from(["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"]),
+    overlong=st.sampled_from(["truncate", "split", "drop"]),
+    seed=st.sampled_from([None, 0, 3]),
+    untrained=st.integers(0, 2**16),
+)
+def test_every_token_is_packed_once_or_counted(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[int],
+    max_tokens: int,
+    strategy: str,
+    overlong: str,
+    seed: int | None,
+    untrained: int,
+) -> None:
+    documents = tokens(*rows) or [{"input_ids": []}]
+    for number, row in enumerate(documents):
+        ids = row["input_ids"]
+        row["labels"] = [-100] * len(ids) if untrained >> (number % 17) & 1 else list(ids)
+    try:
+        packed = pack_rows(
+            tmp_path_factory.mktemp("job"),
+            [
+                row
+                | {"input_ids": [i % 500 for i in row["input_ids"]]}
+                | {"labels": [i % 500 if i >= 0 else i for i in row["labels"]]}
+                for row in documents
+            ],
+            packing={
+                "strategy": strategy,
+                "max_tokens": max_tokens,
+                "overlong": overlong,
+                "minibatch_size": 3,
+                "step_size": 4,
+            },
+            shuffle_seed=seed,
+        )
+    except PackingFailed as error:
+        if strategy == "minibatch" and "mini-batch" in str(error):
+            return  # one that does not fit into one pack says so
+        raise
+    report = packed.report
+    left = report["rows_empty"] + report["rows_overlong"] + report["rows_rejected"] + report["rows_untrained"]
+    assert report["rows_in"] == len(documents) == report["rows_packed"] + left
+    stored = sum(one.num_tokens for one in packed.packs)
+    assert stored == report["tokens_packed"]
+    assert report["tokens_in"] == stored + report["tokens_dropped"]
+    assert report["tokens_trained"] == sum(one.num_trained for one in packed.packs)
+    assert report["num_packs"] == len(packed.packs)
+    if stored:
+        assert report["fill"] == stored / (len(packed.packs) * max_tokens)
+    for example, pieces in packed.segments.items():
+        source = [i % 500 for i in documents[example]["input_ids"]]
+        joined = [i for piece, _ in pieces for i in piece]
+        if strategy == "wrapped" or overlong == "split":
+            assert sorted(joined) == sorted(source)
+        else:
+            assert joined == source[: len(joined)]
+
+
+def test_a_row_that_truncation_leaves_untrained_is_counted_and_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b c d", "completion": "e"}, {"prompt": "a", "completion": "b"}]
+    packed = pack_rows(tmp_path, rows, packing={"max_tokens": 4})
+    assert set(packed.segments) == {1}
+    report = packed.report
+    assert (report["rows_untrained"], report["rows_packed"]) == (1, 1)
+    assert report["tokens_in"] == report["tokens_packed"] + report["tokens_dropped"]
+
+
+def test_minibatches_are_counted_by_place_though_rows_are_left_out(tmp_path: Path) -> None:
+    packed = pack_rows(
+        tmp_path,
+        tokens(2, 0, 2, 2, 2, 2),
+        packing={"strategy": "minibatch", "minibatch_size": 2, "max_tokens": 8},
+    )
+    assert [one.example_ids.tolist() for one in packed.packs] == [[0], [2, 3], [4, 5]]
+
+
+def test_steps_are_marked_in_the_row_index(tmp_path: Path) -> None:
+    packed = pack_rows(
+        tmp_path, tokens(3, 3, 3, 3, 3), packing={"strategy": "step", "step_size": 2, "max_tokens": 4}
+    )
+    manifest = Manifest(LocalStore(tmp_path / "store"), packed.job.dataset)
+    manifest.refresh()
+    assert manifest.rows["step"].tolist() == [0, 0, 1, 1, 2]
+
+
+def test_padding_stands_directly_behind_what_it_pads(tmp_path: Path) -> None:
+    packed = pack_rows(
+        tmp_path, tokens(3, 5), packing={"max_tokens": 16, "segment_multiple": 4, "pack_multiple": 16}
+    )
+    (only,) = packed.packs
+    assert np.diff(only.cu_seqlens).tolist() == [3, 1, 5, 3, 4]
+    assert only.example_ids.tolist() == [0, -1, 1, -1, -1]
+    assert packed.report["tokens_padding"] == 8
+    assert packed.report["fill"] == 0.5
+    assert pad_pack(only, 1, 1) == only
+
+
+# ------------------------------------------------------------------ faults
+
+
+def _many(tmp_path: Path, rows: int = 400, **more: Any) -> tuple[LocalStore, Any]:
+    """A job of several partitions (they are cut by bytes of text)."""
+    source = write_rows(
+        tmp_path / "rows.jsonl",
+        [{"text": " ".join(f"w{40 + (i * j) % 400}" for j in range(1500))} for i in range(rows)],
+    )
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    store = LocalStore(tmp_path / "store")
+    document = spec_of(source, tokenizer, packing={"max_tokens": 2048}, shuffle_seed=0, **more)
+    return store, resolve(parse_spec(document), store=store)
+
+
+class _Faulty(InlineRunner):
+    """Answers some submissions with an error instead of running them."""
+
+    def __init__(self, faults: dict[int, BaseException]) -> None:
+        self.faults = faults
+        self.submitted = 0
+
+    def open(self) -> Any:
+        runner, inner = self, super().open()
+
+        class Tasks:
+            def __enter__(self) -> Any:
+                self.tasks = inner.__enter__()
+                self.failed: list[Done] = []
+                return self
+
+            def __exit__(self, *args: object) -> None:
+                inner.__exit__(*args)
+
+            def submit(self, function: Any, *args: Any) -> int:
+                runner.submitted += 1
+                if runner.submitted in runner.faults:
+                    self.failed.append(Done(task=-runner.submitted, error=runner.faults[runner.submitted]))
+                    return -runner.submitted
+                return self.tasks.submit(function, *args)
+
+            def wait(self, timeout_s: float) -> list[Done]:
+                failed, self.failed = self.failed, []
+                return failed or self.tasks.wait(timeout_s)
+
+        return Tasks()
+
+
+def test_a_worker_that_dies_is_retried_and_changes_nothing(tmp_path: Path) -> None:
+    store, job = _many(tmp_path)
+    undisturbed = read_back(store, job, pack(job, store, InlineRunner()))
+    assert len(undisturbed.digests) > 1
+    other = LocalStore(tmp_path / "other")
+    job = resolve(
+        parse_spec(
+            spec_of(
+                tmp_path / "rows.jsonl", tmp_path / "tokenizer", packing={"max_tokens": 2048}, shuffle_seed=0
+            )
+        ),
+        store=other,
+    )
+    # Submission 1 is the index; 2 and 4 are partitions.
+    again = pack(job, other, _Faulty({2: WorkerDied("killed"), 4: WorkerDied("killed")}))
+    assert read_back(other, job, again).digests == undisturbed.digests
+    assert again == undisturbed.report
+    finished = Manifest(other, job.dataset)
+    finished.refresh()
+    assert finished.finished is not None
+    assert finished.finished["retries"] == 2
+
+
+def test_f48_work_that_always_kills_its_worker_fails_with_its_range(tmp_path: Path) -> None:
+    store, job = _many(tmp_path)
+    runner = _Faulty({number: WorkerDied("killed") for number in range(2, 100)})
+    with pytest.raises(PackingFailed, match="killed 3 times") as caught:
+        pack(job, store, runner)
+    assert "examples 0 to" in str(caught.value)
+
+
+@pytest.mark.parametrize("stop_after", [1, 2])
+def test_stopped_and_resumed_packing_gives_the_same_shards(tmp_path: Path, stop_after: int) -> None:
+    store, job = _many(tmp_path, rows=1200)
+    cancel = threading.Event()
+
+    def stop(manifest: Manifest, _: int) -> None:
+        if manifest.num_commits >= stop_after:
+            cancel.set()
+
+    with pytest.raises(Cancelled):
+        pack(job, store, InlineRunner(), cancel=cancel, on_progress=stop)
+    half = Manifest(store, job.dataset)
+    half.refresh()
+    assert half.finished is None
+    assert half.num_commits == stop_after
+    resumed = read_back(store, job, pack(job, store, InlineRunner()))
+    whole = _many(tmp_path / "whole", rows=1200)
+    undisturbed = read_back(*whole, pack(whole[1], whole[0], InlineRunner()))
+    assert resumed.digests == undisturbed.digests
+    assert resumed.report == undisturbed.report
+
+
+def test_f47_a_full_disk_fails_the_job_and_packing_goes_on_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, job = _many(tmp_path)
+    real = os.fsync
+    written = [0]
+
+    def full(descriptor: int) -> None:
+        written[0] += os.fstat(descriptor).st_size
+        if written[0] > 600_000 and os.fstat(descriptor).st_size > 10_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PackingFailed, match="no space left"):
+        pack(job, store, InlineRunner())
+    monkeypatch.setattr(os, "fsync", real)
+    assert verify_store(store).faults == []
+    view = dataset_view(store, job.dataset)
+    assert view is not None
+    assert view["state"] == "failed"
+    assert not [p for p in store.root.rglob("*.arrow") if p.stat().st_size == 0]
+    assert not list(store.root.rglob(".tmp-*"))
+    resumed = read_back(store, job, pack(job, store, InlineRunner()))
+    assert resumed.report["rows_packed"] == 400
+    assert verify_store(store).faults == []
+
+
+def test_one_process_at_a_time_packs_a_dataset(tmp_path: Path) -> None:
+    store, job = _many(tmp_path, rows=4)
+    with store.lock(lock_key(job.dataset)), pytest.raises(Busy, match=job.dataset):
+        pack(job, store, InlineRunner())
+    view = dataset_view(store, job.dataset)
+    assert view is None  # it was never begun
+    pack(job, store, InlineRunner())
+    before = pipeline.pack_partition
+    try:
+        pipeline.pack_partition = coordinator.pack_partition = None  # type: ignore[assignment]
+        assert pack(job, store, InlineRunner())["rows_in"] == 4  # known: no work
+    finally:
+        pipeline.pack_partition = coordinator.pack_partition = before
+
+
+def test_a_plan_that_breaks_a_rule_is_never_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*args: Any, **kwargs: Any) -> PackPlan:
+        planned = real(*args, **kwargs)
+        return PackPlan(
+            **{
+                name: getattr(planned, name)
+                for name in PackPlan.__dataclass_fields__
+                if name != "tokens_dropped"
+            },
+            tokens_dropped=planned.tokens_dropped + 1,
+        )
+
+    real = pipeline.plan
+    monkeypatch.setattr(pipeline, "plan", wrong)
+    with pytest.raises(PackingFailed, match="do not add up"):
+        pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
+
+
+def test_the_report_is_plain_json(tmp_path: Path) -> None:
+    packed = pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
+    assert json.loads(json.dumps(packed.report)) == packed.report
