@@ -155,9 +155,14 @@ class Chats:
     def _learn_generation(self) -> None:
         """See by a trial whether the blocks hold the end-of-turn token (what tells a model to stop)."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        raw = self.template.render(pointed(talk), None)
-        text, marks = unmark(raw)
-        spans = _pairs(marks, GENERATION_OPEN, GENERATION_CLOSE)
+        try:
+            text, marks = unmark(self.template.render(pointed(talk)))
+            spans = _pairs(marks, GENERATION_OPEN, GENERATION_CLOSE)
+        except RowProblem as problem:
+            raise RenderError(
+                f"loss assistant: a conversation of user and assistant cannot be rendered: {problem}; "
+                "correct the template (tokenizer.chat_template)"
+            ) from problem
         points = [mark.position for mark in marks if mark.message == 1]
         if not spans or not points or not any(start <= points[-1] <= stop for start, stop in spans):
             raise RenderError(

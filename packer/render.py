@@ -112,7 +112,7 @@ class Renderer:
         }[self._format]
         errors: list[tuple[int, str]] = []
         ids, mask, lengths = render(rows, errors)
-        return Rendered(input_ids=ids, loss_mask=mask, lengths=lengths, errors=errors)
+        return Rendered(input_ids=ids, loss_mask=mask, lengths=lengths, errors=sorted(errors))
 
     # -------------------------------------------------------------- text
 

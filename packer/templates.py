@@ -5,8 +5,8 @@ learn where something lies in it, and taken out again by `unmark`. There are thr
 `{% generation %}` block prints, around control words that stand in a message's own words, and points
 inside the words of a message.
 
-Errors: RenderError (a ValueError), permanent: the template cannot be used. RowError texts of single
-rows are RowProblem, which the renderer turns into entries of its `errors`.
+Errors: RenderError (a ValueError), permanent: the template cannot be used. RowProblem (a ValueError)
+is about one row; the renderer turns it into an entry of its `errors`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 GENERATION_OPEN, GENERATION_CLOSE = "\ufdd1", "\ufdd2"
@@ -161,9 +162,29 @@ class _Dict:
         return dict(*args, **kwargs)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+_DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """jinja2's sandbox, with a short way to what templates ask for most.
+
+    The short way gives what the long one gives: keys of a message, and public attributes of loops.
+    """
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        kind = type(obj)
+        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+            if attribute in obj:
+                return obj[attribute]
+            return self.undefined(obj=obj, name=attribute)
+        if kind is jinja2.runtime.LoopContext and not attribute.startswith("_"):
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+
+def _environment() -> _Sandbox:
     """What transformers gives to chat templates; today's date is always TODAY."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson

@@ -208,6 +208,7 @@ class TurnFinder:
                 "the chat template prints other text when marks stand around the assistant's words, so they "
                 "cannot be found; put {% generation %} markers into the template"
             )
+        everyones = sorted(position for places in points.values() for position in places)
         spans, lower = [], 0
         for i in assistants:
             if not points[i]:
@@ -216,10 +217,12 @@ class TurnFinder:
             end = self._end(text, points[i][-1], words)
             if start is not None and self._foreign(text, start, points[i][0], words):
                 start = None
-            if end is not None and any(
-                (start or 0) < position < end for j in points if j != i for position in points[j]
-            ):
-                end = None  # words of another message lie in it
+            if start is not None and end is not None:
+                inside = bisect.bisect_left(everyones, end) - bisect.bisect_left(everyones, start)
+                if inside != len(points[i]) or self._swallows_next(
+                    text[points[i][-1] : end], i, points, talk
+                ):
+                    end = None  # words of another message lie in it
             if start is None or end is None:
                 missing = "no generation prompt before" if start is None else "no end-of-turn token after"
                 raise RowProblem(
@@ -247,6 +250,14 @@ class TurnFinder:
                         points[mark.message].append(mark.position)
                 return points
         return None
+
+    @staticmethod
+    def _swallows_next(tail: str, i: int, points: Mapping[int, list[int]], talk: Conversation) -> bool:
+        """Whether the next message's words stand in the tail of turn i, where no points tell it."""
+        if i + 1 == len(talk.messages) or i + 1 in points:
+            return False
+        content = talk.messages[i + 1].get("content")
+        return isinstance(content, str) and bool(content.strip()) and content.strip() in tail
 
     def _start(self, text: str, lower: int, upper: int, words: list[Span]) -> int | None:
         """Where the turn begins whose words begin at `upper`: after the last generation prompt."""
