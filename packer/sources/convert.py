@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -58,9 +59,9 @@ class LineSpool:
         return self._indexer.finish()
 
 
-def table_lines(rows: Iterable[dict[str, Any] | RowFault]) -> Iterator[bytes]:
+def table_lines(batches: Iterable[tabular.Rows]) -> Iterator[bytes]:
     """Rows of a table as lines."""
-    for row in rows:
+    for row in chain.from_iterable(batches):
         try:
             yield fault_line(row) if isinstance(row, RowFault) else tabular.dump(row)
         except RowFault as fault:

@@ -196,6 +196,8 @@ def _table_sample(input: InputFile, stream: Any) -> Iterator[dict[str, Any] | Ro
             file = unpacked
         with tabular.open_table(input.path, file, input.reader) as table:
             if input.reader == "parquet":
-                yield from tabular.parquet_rows(table, table.schema_arrow.names)
+                batches = tabular.parquet_batches(table, table.schema_arrow.names)
             else:
-                yield from tabular.arrow_rows(table, frozenset(table.schema.names))
+                batches = tabular.arrow_batches(table, frozenset(table.schema.names))
+            for rows in batches:
+                yield from rows

@@ -156,10 +156,10 @@ def _index_table(task: _Task) -> FileIndex:
                 num_records = table.metadata.num_rows
                 file = task.file(layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes)
                 return FileIndex(file=file, marks=marks)
-            rows = tabular.parquet_rows(table, columns)
+            batches = tabular.parquet_batches(table, columns)
         else:
-            rows = tabular.arrow_rows(table, task.names)
-        return _index_converted(task, table_lines(rows), "row", *sorted(task.names))
+            batches = tabular.arrow_batches(table, task.names)
+        return _index_converted(task, table_lines(batches), "row", *sorted(task.names))
 
 
 def _index_json(task: _Task) -> FileIndex:

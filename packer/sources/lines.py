@@ -22,10 +22,19 @@ _HEAD_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooLong:
-    """Stands for a line over the limit; its bytes were not kept."""
+    """Stands for a line over the limit; its bytes were not kept. Like bytes where lines are sorted out."""
 
     num_bytes: int
     head: bytes  # its first bytes
+
+    def __len__(self) -> int:
+        return 0  # bytes held
+
+    def __bool__(self) -> bool:
+        return True
+
+    def isspace(self) -> bool:
+        return False
 
 
 class LineIndexer:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from itertools import pairwise
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from packer.order import permute
@@ -31,8 +33,6 @@ from packer.sources.values import (
 )
 from packer.store import LocalStore
 
-Parser = Callable[[bytes], dict[str, Any]] | None
-
 BATCH_RECORDS = 1000
 BATCH_BYTES = 8 * MIB
 # Of a shuffled partition this much is held at a time, so that its records can be read in file order.
@@ -45,16 +45,14 @@ _RUN_BYTES = 4 * MIB
 
 @dataclass(slots=True)
 class _Batcher:
-    """Collects parsed records until a batch is full."""
+    """Collects records until a batch is full. Records are added many at a time: this is the hot loop."""
 
     pick: FieldPicker
     max_row_bytes: int
     files: list[tuple[str, Unit]]
-    parse: list[Parser]  # of each file's records
-    ids: list[int] = field(default_factory=list)
+    layouts: list[Layout]
     rows: list[dict[str, Any]] = field(default_factory=list)
-    which: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
+    places: list[NDArray[np.int64]] = field(default_factory=list)  # (3, k): example id, file, number
     errors: list[RowError] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -62,51 +60,79 @@ class _Batcher:
     def full(self) -> bool:
         return len(self.rows) + len(self.errors) >= BATCH_RECORDS or self.num_bytes >= BATCH_BYTES
 
-    def add_raw(self, example_id: int, which: int, number: int, raw: bytes | TooLong) -> None:
-        """One record as the bytes that lie in its file."""
+    def add_lines(self, places: NDArray[np.int64], raws: Sequence[bytes | TooLong]) -> None:
+        """Records as the bytes that lie in their files. `places`: (3, len(raws))."""
+        pick, faults = self.pick, []
+        rows: list[Any] = []
+        for raw in raws:
+            try:
+                record = orjson.loads(raw)  # type: ignore[arg-type]  # a TooLong is refused
+                if type(record) is not dict:
+                    raise TypeError
+                rows.append(pick(record))
+            except (ValueError, TypeError):  # looked at again below; None keeps its place
+                faults.append(len(rows))
+                rows.append(None)
+        for at in faults:
+            rows[at] = self._slowly(raws[at], self.layouts[places[1, at]])
+        self.num_bytes += sum(map(len, raws))
+        self._add(places, rows, faults)
+
+    def add_documents(self, places: NDArray[np.int64], raws: Sequence[bytes | TooLong]) -> None:
+        """Records that are whole text files."""
+        rows = [self._slowly(raw, "document") for raw in raws]
+        self.num_bytes += sum(map(len, raws))
+        self._add(places, rows, range(len(rows)))
+
+    def add_parsed(self, places: NDArray[np.int64], records: Sequence[dict[str, Any] | RowFault]) -> None:
+        """Records of a table."""
+        pick = self.pick
+        rows = [record if isinstance(record, RowFault) else pick(record) for record in records]
+        self._add(places, rows, range(len(rows)))
+
+    def _slowly(self, raw: bytes | TooLong, layout: Layout) -> dict[str, Any] | RowFault:
+        """A record that the short way did not read, or why it cannot be read."""
         try:
             if isinstance(raw, TooLong):
                 limit = self.max_row_bytes
-                raise RowFault(
+                return RowFault(
                     f"the record has {raw.num_bytes} bytes, more than the limit of {limit}: split it"
                 )
-            self.num_bytes += len(raw)
-            parse = self.parse[which]
-            if parse is None:
-                self.add_row(example_id, which, number, parse_document(raw))
-            else:
-                self.add(example_id, which, number, parse(raw))
+            if layout == "document":
+                # A text, whatever name the other files have for theirs.
+                return parse_document(raw)
+            return self.pick(parse_converted(raw) if layout == "converted" else parse_object(raw))
         except RowFault as fault:
-            self.reject(example_id, which, number, fault)
+            return fault
 
-    def add(self, example_id: int, which: int, number: int, record: dict[str, Any]) -> None:
-        self.add_row(example_id, which, number, self.pick(record))
-
-    def add_row(self, example_id: int, which: int, number: int, row: dict[str, Any]) -> None:
-        self.rows.append(row)
-        self.ids.append(example_id)
-        self.which.append(which)
-        self.numbers.append(number)
-
-    def reject(self, example_id: int, which: int, number: int, fault: RowFault) -> None:
-        file, unit = self.files[which]
-        self.errors.append(
-            RowError(example_id=example_id, file=file, line=number, reason=str(fault), unit=unit)
-        )
+    def _add(
+        self, places: NDArray[np.int64], rows: list[dict[str, Any] | RowFault], suspects: Sequence[int]
+    ) -> None:
+        bad = [at for at in suspects if isinstance(rows[at], RowFault)]
+        for at in bad:
+            example_id, which, number = places[:, at].tolist()
+            file, unit = self.files[which]
+            reason = str(rows[at])
+            self.errors.append(
+                RowError(example_id=example_id, file=file, line=number, reason=reason, unit=unit)
+            )
+        if bad:
+            places = np.delete(places, bad, axis=1)
+            rows = [row for row in rows if not isinstance(row, RowFault)]
+        self.places.append(places)
+        self.rows += cast(list[dict[str, Any]], rows)
 
     def take(self) -> Records:
         """What was collected, as a batch; begins anew."""
+        ids, which, numbers = np.concatenate(self.places, axis=1)
         records = Records(
-            example_ids=np.array(self.ids, np.int64),
+            example_ids=ids,
             rows=self.rows,
-            locations=Locations(self.files, np.array(self.which, np.int64), np.array(self.numbers, np.int64)),
+            locations=Locations(self.files, which, numbers),
             errors=self.errors,
         )
-        self.ids, self.rows, self.which, self.numbers, self.errors, self.num_bytes = [], [], [], [], [], 0
+        self.rows, self.places, self.errors, self.num_bytes = [], [], [], 0
         return records
-
-    def __bool__(self) -> bool:
-        return bool(self.rows or self.errors)
 
 
 def read_partition(
@@ -125,16 +151,17 @@ def read_partition(
         pick=FieldPicker(fields),
         max_row_bytes=max_row_bytes,
         files=[(span.file.input.path, span.file.unit) for span in partition.spans],
-        parse=[_PARSERS[span.file.layout] for span in partition.spans],
+        layouts=[span.file.layout for span in partition.spans],
     )
     steps = (
         _read_in_order(partition, store, roots(fields), batcher)
         if partition.seed is None
         else _read_shuffled(partition, store, batcher)
     )
-    for _ in steps:  # they stop whenever the batch is full
-        yield batcher.take()
-    if batcher:
+    for _ in steps:  # after each, a few records more are there
+        if batcher.full:
+            yield batcher.take()
+    if batcher.places:
         yield batcher.take()
 
 
@@ -168,18 +195,28 @@ def _read_line_span(
     ordinal, offset, number = span.mark
     file.seek(offset)
     for lines in read_lines(file, max_bytes=batcher.max_row_bytes):
-        for raw in lines:
-            number += 1
-            if isinstance(raw, bytes) and (not raw or raw.isspace()):
-                continue
-            if ordinal >= span.start:
-                batcher.add_raw(span.first + ordinal, which, number - 1, raw)
-                if batcher.full:
-                    yield
-            ordinal += 1
-            if ordinal == span.stop:
-                return
+        # Blank lines are no records but count as lines.
+        raws = [raw for raw in lines if raw and not raw.isspace()]
+        numbers = number + np.arange(len(lines))
+        if len(raws) < len(lines):
+            numbers = numbers[[bool(raw) and not raw.isspace() for raw in lines]]
+        number += len(lines)
+        skip, stop = max(0, span.start - ordinal), span.stop - ordinal
+        for low in range(skip, min(stop, len(raws)), BATCH_RECORDS):
+            high = min(low + BATCH_RECORDS, stop, len(raws))
+            places = _places_of(span, which, ordinal + low, numbers[low:high])
+            batcher.add_lines(places, raws[low:high])
+            yield
+        ordinal += len(raws)
+        if ordinal >= span.stop:
+            return
     raise changed(span.file.input, f"record {span.stop} is not there any more")
+
+
+def _places_of(span: Span, which: int, ordinal: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Example ids, file and numbers of a run of records, (3, k)."""
+    ids = span.first + ordinal + np.arange(len(numbers))
+    return np.stack([ids, np.full(len(numbers), which), numbers])
 
 
 def _read_row_span(
@@ -188,17 +225,14 @@ def _read_row_span(
     ordinal, group, _ = span.mark
     with tabular.open_table(span.file.input.path, file, span.file.input.reader) as table:
         columns = tabular.columns_in_use(table.schema_arrow, names)
-        for row in tabular.parquet_rows(table, columns, group):
-            if ordinal >= span.start:
-                place = span.first + ordinal, which, ordinal + 1
-                if isinstance(row, RowFault):
-                    batcher.reject(*place, row)
-                else:
-                    batcher.add(*place, row)
-                if batcher.full:
-                    yield
-            ordinal += 1
-            if ordinal == span.stop:
+        for rows in tabular.parquet_batches(table, columns, group):
+            low, high = max(0, span.start - ordinal), min(len(rows), span.stop - ordinal)
+            if low < high:
+                numbers = ordinal + 1 + np.arange(low, high)
+                batcher.add_parsed(_places_of(span, which, ordinal + low, numbers), rows[low:high])
+                yield
+            ordinal += len(rows)
+            if ordinal >= span.stop:
                 return
     raise changed(span.file.input, f"row {span.stop} is not there any more")
 
@@ -206,9 +240,9 @@ def _read_row_span(
 def _read_document_span(
     span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: _Batcher
 ) -> Iterator[None]:
-    batcher.add_raw(span.first, which, 1, _read_document(span.file, file, batcher.max_row_bytes))
-    if batcher.full:
-        yield
+    raw = _read_document(span.file, file, batcher.max_row_bytes)
+    batcher.add_documents(_places_of(span, which, 0, np.ones(1, np.int64)), [raw])
+    yield
 
 
 def _read_document(document: RecordFile, file: BinaryIO, max_row_bytes: int) -> bytes | TooLong:
@@ -223,12 +257,6 @@ _READERS = {
     "rows": _read_row_span,
     "document": _read_document_span,
 }
-_PARSERS: dict[Layout, Parser] = {
-    "lines": parse_object,
-    "converted": parse_converted,
-    "rows": None,  # rows come parsed
-    "document": None,  # a text, under whatever name other files have theirs
-}
 
 
 # ------------------------------------------------------------------ shuffled
@@ -238,17 +266,27 @@ def _read_shuffled(partition: Partition, store: LocalStore, batcher: _Batcher) -
     """Records by random access, part by part: read in file order, given in stream order."""
     assert partition.seed is not None
     firsts = np.array([span.first for span in partition.spans], np.int64)
+    documents = np.array([span.file.layout == "document" for span in partition.spans])
     for low in range(partition.start, partition.stop, _GATHER_RECORDS):
         positions = np.arange(low, min(low + _GATHER_RECORDS, partition.stop), dtype=np.int64)
         ids = permute(positions, partition.num_records, partition.seed)
         which = np.searchsorted(firsts, ids, side="right") - 1
-        places = _places(partition.spans, which, ids - firsts[which], store)
-        for part in _parts(places["end"] - places["offset"]):
-            raws = _gather(partition.spans, which[part], places[part], store, batcher.max_row_bytes)
-            for at, raw in zip(range(part.start, part.stop), raws, strict=True):
-                batcher.add_raw(int(ids[at]), int(which[at]), int(places["line"][at]), raw)
-                if batcher.full:
-                    yield
+        found = _places(partition.spans, which, ids - firsts[which], store)
+        places = np.stack([ids, which, found["line"]])
+        for part in _parts(found["end"] - found["offset"]):
+            raws = _gather(partition.spans, which[part], found[part], store, batcher.max_row_bytes)
+            for run in _alike(documents[which[part]]):
+                add = batcher.add_documents if documents[which[part][run.start]] else batcher.add_lines
+                add(places[:, part][:, run], raws[run])
+                yield
+
+
+def _alike(kinds: NDArray[np.bool_]) -> Iterator[slice]:
+    """Runs of at most BATCH_RECORDS of one kind."""
+    borders = np.flatnonzero(kinds[1:] != kinds[:-1]) + 1
+    for low, high in pairwise([0, *borders.tolist(), len(kinds)]):
+        for start in range(low, high, BATCH_RECORDS):
+            yield slice(start, min(start + BATCH_RECORDS, high))
 
 
 _PLACE = np.dtype([("offset", "<i8"), ("end", "<i8"), ("line", "<i8")])
@@ -289,37 +327,39 @@ def _parts(sizes: NDArray[np.int64]) -> Iterator[slice]:
 def _gather(
     spans: Sequence[Span], which: NDArray[np.int64], places: np.ndarray, store: LocalStore, max_row_bytes: int
 ) -> list[bytes | TooLong]:
-    """The lines at `places`, read in the order of files and offsets, given in the order asked for."""
+    """The records at `places`, read in the order of files and offsets, given in the order asked for."""
     raws: list[bytes | TooLong] = [b""] * len(places)
     order = np.lexsort((places["offset"], which))
-    for number in np.unique(which):
-        mine = order[which[order] == number]
-        record_file = spans[number].file
+    borders = np.flatnonzero(np.diff(which[order])) + 1
+    for mine in np.split(order, borders):
+        record_file = spans[which[mine[0]]].file
         with _open(record_file, store) as file:
             if record_file.layout == "document":
                 raws[mine[0]] = _read_document(record_file, file, max_row_bytes)
                 continue
-            for run in _runs(places["offset"][mine], places["end"][mine], min(_RUN_BYTES, max_row_bytes)):
-                wanted = mine[run]
-                begin, end = int(places["offset"][wanted[0]]), int(places["end"][wanted[-1]])
-                if len(wanted) == 1 and end - begin > max_row_bytes:
-                    raws[wanted[0]] = _read_long(file, begin, max_row_bytes)
+            offsets, ends = places["offset"][mine].tolist(), places["end"][mine].tolist()
+            wanted = mine.tolist()
+            for low, high in _runs(offsets, ends, min(_RUN_BYTES, max_row_bytes)):
+                begin, end = offsets[low], ends[high - 1]
+                if high - low == 1 and end - begin > max_row_bytes:
+                    raws[wanted[low]] = _read_long(file, begin, max_row_bytes)
                     continue
                 data = os.pread(file.fileno(), end - begin, begin)
                 if len(data) < end - begin:
                     raise changed(record_file.input, f"byte {begin + len(data)} is its end now")
-                for at in wanted:
-                    raws[at] = data[places["offset"][at] - begin : places["end"][at] - begin]
+                for i in range(low, high):
+                    raws[wanted[i]] = data[offsets[i] - begin : ends[i] - begin]
     return raws
 
 
-def _runs(offsets: NDArray[np.int64], ends: NDArray[np.int64], max_bytes: int) -> Iterator[slice]:
-    """Runs of neighbours that are worth one read; one record alone may be larger than `max_bytes`."""
-    start = 0
-    for i in range(1, len(offsets) + 1):
-        if i == len(offsets) or offsets[i] - ends[i - 1] > _GAP_BYTES or ends[i] - offsets[start] > max_bytes:
-            yield slice(start, i)
-            start = i
+def _runs(offsets: list[int], ends: list[int], max_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs [low, high) of neighbours that are worth one read; one record alone may be over `max_bytes`."""
+    low = 0
+    for i in range(1, len(offsets)):
+        if offsets[i] - ends[i - 1] > _GAP_BYTES or ends[i] - offsets[low] > max_bytes:
+            yield low, i
+            low = i
+    yield low, len(offsets)
 
 
 def _read_long(file: BinaryIO, begin: int, max_bytes: int) -> bytes | TooLong:

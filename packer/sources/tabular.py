@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -84,26 +84,25 @@ def fits_partitions(marks: np.ndarray, num_bytes: int) -> bool:
     return not np.any(np.diff(np.append(marks["num_bytes"], num_bytes)) > MAX_PARTITION_BYTES)
 
 
-def parquet_rows(
-    parquet: pq.ParquetFile, columns: list[str], group: int = 0
-) -> Iterator[dict[str, Any] | RowFault]:
+Rows = list[dict[str, Any] | RowFault]
+
+
+def parquet_batches(parquet: pq.ParquetFile, columns: list[str], group: int = 0) -> Iterator[Rows]:
     """The rows from row group `group` on, columns in use alone; a RowFault stands for one unreadable."""
-    groups = list(range(group, parquet.num_row_groups))
-    if not columns:  # nothing of what is wanted is there: rows all the same, so that they are counted
-        for number in groups:
-            yield from ({} for _ in range(parquet.metadata.row_group(number).num_rows))
-        return
     exotic = not all(_is_plain(parquet.schema_arrow.field(name).type) for name in columns)
-    for number in groups:
+    for number in range(group, parquet.num_row_groups):
         num_rows = parquet.metadata.row_group(number).num_rows
+        if not columns:  # nothing of what is wanted is there: rows all the same, so that they are counted
+            yield [{} for _ in range(num_rows)]
+            continue
         a_row = _column_bytes(parquet, number, columns) // max(1, num_rows) + 1
         batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
         batches = parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
         for batch in batches:
-            yield from batch_rows_of(batch, exotic)
+            yield rows_of(batch, exotic)
 
 
-def arrow_rows(reader: Any, names: frozenset[str]) -> Iterator[dict[str, Any] | RowFault]:
+def arrow_batches(reader: Any, names: frozenset[str]) -> Iterator[Rows]:
     """The rows of an Arrow file or stream, columns in use alone."""
     columns = columns_in_use(reader.schema, names)
     exotic = not all(_is_plain(reader.schema.field(name).type) for name in columns)
@@ -115,36 +114,52 @@ def arrow_rows(reader: Any, names: frozenset[str]) -> Iterator[dict[str, Any] | 
         step = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
         for start in range(0, whole.num_rows, step):
             if columns:
-                yield from batch_rows_of(batch.slice(start, step), exotic)
+                yield rows_of(batch.slice(start, step), exotic)
             else:
-                yield from ({} for _ in range(min(step, whole.num_rows - start)))
+                yield [{} for _ in range(min(step, whole.num_rows - start))]
 
 
-def batch_rows_of(batch: pa.RecordBatch, exotic: bool) -> Iterator[dict[str, Any] | RowFault]:
-    """A batch as Python rows. `exotic` values (bytes, times, decimals) are made what JSON can hold."""
+def rows_of(batch: pa.RecordBatch, exotic: bool) -> Rows:
+    """A batch as Python rows. `exotic` values (bytes, times, decimals) are made what JSON can hold.
+
+    A list of whole numbers is an array, not a Python object a number.
+    """
     try:
-        rows = batch.to_pylist()
+        values = [_values(column) for column in batch.columns]
     except UnicodeDecodeError as error:  # text that is not UTF-8: find the rows that hold it
         if batch.num_rows == 1:
-            yield RowFault(f"not UTF-8 ({error.reason} at byte {error.start + 1} of a text)")
-            return
-        for row in range(batch.num_rows):
-            yield from batch_rows_of(batch.slice(row, 1), exotic)
-        return
-    if not exotic:
-        yield from rows
-        return
-    for row in rows:
-        try:
-            yield orjson.loads(dump(row))
-        except RowFault as fault:
-            yield fault
+            return [RowFault(f"not UTF-8 ({error.reason} at byte {error.start + 1} of a text)")]
+        return [row for i in range(batch.num_rows) for row in rows_of(batch.slice(i, 1), exotic)]
+    names = batch.schema.names
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
+    return [_through_json(row) for row in rows] if exotic else cast(Rows, rows)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    of = column.type
+    is_list = pa.types.is_list(of) or pa.types.is_large_list(of)
+    if not (is_list and pa.types.is_integer(of.value_type)) or column.null_count:
+        return column.to_pylist()
+    flat = column.flatten()
+    if flat.null_count:
+        return column.to_pylist()
+    ends = np.cumsum(column.value_lengths().to_numpy())
+    return np.split(flat.to_numpy(), ends[:-1]) if len(column) else []
+
+
+def _through_json(row: dict[str, Any]) -> dict[str, Any] | RowFault:
+    try:
+        return orjson.loads(dump(row))
+    except RowFault as fault:
+        return fault
 
 
 def dump(row: dict[str, Any]) -> bytes:
     """A row as one line of JSON. Raises RowFault where it cannot be said in JSON."""
     try:
-        return orjson.dumps(row, default=_as_text, option=orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(
+            row, default=_as_text, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+        )
     except TypeError as error:
         raise RowFault(str(error.__cause__ or error)) from None
 
