@@ -7,6 +7,7 @@ threads run, and a file that was cut off under us is an error here, where a map 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import OrderedDict
@@ -19,6 +20,14 @@ class ShardMissing(OSError):
     """A shard that the manifest lists is not there, or shorter than the manifest says."""
 
 
+class WouldBlock(Exception):
+    """The bytes are not in memory; read them in a thread."""
+
+
+# Linux's way to read only what is in memory. Where there is none, every read goes to a thread.
+_NOWAIT = getattr(os, "RWF_NOWAIT", None)
+
+
 class ShardFiles:
     """Open shard files, the ones used last. Safe for threads."""
 
@@ -27,12 +36,24 @@ class ShardFiles:
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Handle] = OrderedDict()
 
-    def read_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `offset` of the shard. Raises ShardMissing."""
-        with self._handle(key) as descriptor:
+    def read_into(self, key: str, offset: int, buffer: memoryview, *, wait: bool = True) -> None:
+        """Fill `buffer` from byte `offset` of the shard. Raises ShardMissing.
+
+        wait=False: never waits for a disk, and raises WouldBlock instead.
+        """
+        if not wait and _NOWAIT is None:
+            raise WouldBlock
+        flags = 0 if wait else _NOWAIT or 0
+        with self._handle(key, wait=wait) as descriptor:
             filled = 0
             while filled < len(buffer):
-                count = os.preadv(descriptor, [buffer[filled:]], offset + filled)
+                try:
+                    count = os.preadv(descriptor, [buffer[filled:]], offset + filled, flags)
+                except OSError as error:
+                    # EOPNOTSUPP: not on this file system.
+                    if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                        raise WouldBlock from error
+                    raise
                 if count == 0:
                     raise ShardMissing(
                         f"{key} ends at byte {offset + filled}, {len(buffer) - filled} more are needed"
@@ -54,10 +75,12 @@ class ShardFiles:
         self.forget("")
 
     @contextlib.contextmanager
-    def _handle(self, key: str) -> Iterator[int]:
+    def _handle(self, key: str, *, wait: bool = True) -> Iterator[int]:
         with self._lock:
             handle = self._open.get(key)
             if handle is None:
+                if not wait:  # opening may wait, for a disk or for a network
+                    raise WouldBlock
                 handle = self._open[key] = _Handle(self._descriptor(key))
                 while len(self._open) > self._max_open:
                     self._open.popitem(last=False)[1].let_go()

@@ -19,7 +19,7 @@ from packer import order, shard
 from packer.shard import Stamp
 from service.epochs import EpochOrder
 from service.feeds import Snapshot
-from service.files import ShardFiles
+from service.files import ShardFiles, WouldBlock
 
 _WINDOW = 1024  # messages planned at once
 _FILLER = -1
@@ -115,14 +115,17 @@ class ChunkReader:
         self._window: _Messages | None = None
         self._at = 0  # within the window
 
-    def read(self, max_bytes: int) -> memoryview | None:
+    def read(self, max_bytes: int, *, wait: bool = True) -> memoryview | None:
         """The next chunk: at least one message, else at most `max_bytes`. None at the end.
 
+        wait=False: what would take long raises WouldBlock, and can then be had with wait=True.
         Raises ShardMissing or shard.ShardError for files that are not what the manifest says.
         """
         if self._window is None or self._at == len(self._window.pack):
             if self._next >= self._stop:
                 return None
+            if not wait and (self._request.is_merged or not self._epoch.is_commit_order):
+                raise WouldBlock
             size = max(1, _WINDOW // self._request.packs_per_step) * self._request.packs_per_step
             # Merged steps are planned whole, whatever their size; single packs need not be.
             size = size if self._request.is_merged else min(size, _WINDOW)
@@ -131,11 +134,13 @@ class ChunkReader:
             self._next = end
         window = self._window
         if self._request.is_merged:
+            if not wait:
+                raise WouldBlock
             stop = self._at + self._request.packs_per_step
             data = memoryview(self._merged(window, self._at, stop))
         else:
             stop = self._fitting(window, max_bytes)
-            data = self._single(window, self._at, stop)
+            data = self._single(window, self._at, stop, wait)
         self._at = stop
         return data
 
@@ -146,18 +151,21 @@ class ChunkReader:
         count = int(np.searchsorted(np.cumsum(sizes), max_bytes, side="right"))
         return self._at + max(1, count)
 
-    def _single(self, window: _Messages, first: int, stop: int) -> memoryview:
+    def _single(self, window: _Messages, first: int, stop: int, wait: bool) -> memoryview:
         """Messages of one pack each; those of fillers are made."""
         packs = window.pack[first:stop]
         real = packs != _FILLER
-        data, starts, headers = self._read(packs[real])
-        for at, size, step, items, done in zip(
-            starts, headers, window.step[first:stop][real].tolist(),
-            window.num_items[first:stop][real].tolist(), window.step_done[first:stop][real].tolist(),
-            strict=True,
-        ):  # fmt: skip
-            data[at : at + size] = shard.stamped(
-                data[at : at + size], epoch=self._request.epoch, step=step, num_items=items, step_done=done
+        data, starts, headers = self._read(packs[real], wait)
+        hint = 0
+        stamps = (a[first:stop][real].tolist() for a in (window.step, window.num_items, window.step_done))
+        for at, size, step, items, done in zip(starts, headers, *stamps, strict=True):
+            hint = shard.stamp_in_place(
+                data[at : at + size],
+                hint=hint,
+                epoch=self._request.epoch,
+                step=step,
+                num_items=items,
+                step_done=done,
             )
         # Fillers stand behind the last real pack of the epoch, so behind all others here.
         fillers = [self._filler(window, index) for index in range(first, stop) if not real[index - first]]
@@ -170,7 +178,7 @@ class ChunkReader:
         """One step of several packs as one message."""
         packs = window.pack[first:stop]
         real = packs[packs != _FILLER]
-        data, starts, _ = self._read(real)
+        data, starts, _ = self._read(real, wait=True)
         ends = [*starts[1:], len(data)][: len(starts)]  # none where all are fillers
         merged = [
             pack
@@ -190,7 +198,7 @@ class ChunkReader:
             padding=padding,
         )
 
-    def _read(self, packs: NDArray[np.int64]) -> tuple[memoryview, list[int], list[int]]:
+    def _read(self, packs: NDArray[np.int64], wait: bool) -> tuple[memoryview, list[int], list[int]]:
         """The messages of `packs`, end to end; where each starts; how long its header is."""
         rows = self._epoch.snapshot.rows[packs]
         sizes = rows["header_bytes"].astype(np.int64) + rows["body_bytes"]
@@ -199,7 +207,8 @@ class ChunkReader:
         for first, stop in _runs(rows, sizes):
             start = int(ends[first] - sizes[first])
             key = self._epoch.snapshot.shards[int(rows["shard"][first])].key
-            self._files.read_into(key, int(rows["offset"][first]), data[start : int(ends[stop - 1])])
+            part = data[start : int(ends[stop - 1])]
+            self._files.read_into(key, int(rows["offset"][first]), part, wait=wait)
         return data, (ends - sizes).tolist(), rows["header_bytes"].tolist()
 
 

@@ -17,12 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from packer import shard
-from packer.shard import ShardError
 from service import problems
 from service.auth import known_parameters_only
 from service.epochs import EpochOrder
 from service.feeds import Feed, Snapshot
-from service.files import ShardMissing
+from service.files import ShardMissing, WouldBlock
 from service.plan import ChunkReader, StreamRequest, ready_steps, total_steps
 from service.problems import Problem
 from service.sending import ChunkedResponse, CutOff
@@ -156,7 +155,7 @@ class _Stream:
                 # An empty part: it has to wait. The head goes out, so that the reader knows.
                 yield b"".join((head, part)) if head else part
                 head = b""
-        except (ShardMissing, ShardError) as error:
+        except (ShardMissing, ValueError) as error:  # ShardError is one
             self._service.feeds.drop(self._wanted.dataset)
             raise self._stopped(problems.damaged(self._wanted.dataset, str(error)), head) from error
         except OSError as error:
@@ -183,7 +182,7 @@ class _Stream:
                 if step == wanted.start:
                     first.observe(time.perf_counter() - self._since)
                 reader = self._reader(snapshot, step, stop)
-                while (data := await service.in_thread(reader.read, size)) is not None:
+                while (data := await self._read(reader, size)) is not None:
                     yield data
                     size = min(2 * size, service.chunk_bytes())
                 step = stop
@@ -193,6 +192,13 @@ class _Stream:
             since = time.perf_counter()
             snapshot = await self._feed.after(snapshot)
             service.metrics.wait_seconds.labels("packing").inc(time.perf_counter() - since)
+
+    async def _read(self, reader: ChunkReader, size: int) -> memoryview | None:
+        """What is in memory is read here at once: a thread costs as much as the read itself."""
+        try:
+            return reader.read(size, wait=False)
+        except WouldBlock:
+            return await self._service.in_thread(reader.read, size)
 
     def _reader(self, snapshot: Snapshot, first: int, stop: int) -> ChunkReader:
         wanted = self._wanted

@@ -26,7 +26,7 @@ from packer.shard.layout import (
     position_ids,
     schema,
 )
-from packer.shard.stamp import Stamp, read_stamp, stamped, verify_message
+from packer.shard.stamp import Stamp, read_stamp, stamp_in_place, stamped, verify_message
 
 __all__ = [
     "END_OF_STREAM",
@@ -50,6 +50,7 @@ __all__ = [
     "read_stamp",
     "schema",
     "schema_message",
+    "stamp_in_place",
     "stamped",
     "validate",
     "verify_message",

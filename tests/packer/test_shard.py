@@ -232,3 +232,20 @@ def test_golden_shard_reads_as_written_down() -> None:
 def test_golden_packs_give_the_golden_bytes() -> None:
     data, _ = shard.encode_shard(golden_packs(), "0123456789abcdef0123456789abcdef")
     assert bytes(data) == (GOLDEN / "shard-v1.arrow").read_bytes()
+
+
+@pytest.mark.parametrize("hint", [0, 7, 10**6])
+def test_stamping_in_place_is_stamping(hint: int) -> None:
+    data, index = shard.encode_shard(random_packs(3), "d" * 32)
+    for row in index:
+        header = bytes(data[row["offset"] : row["offset"] + row["header_bytes"]])
+        wanted = shard.stamped(header, epoch=3, step=12, num_items=345, step_done=True)
+        own = bytearray(header)
+        hint = shard.stamp_in_place(
+            memoryview(own), hint=hint, epoch=3, step=12, num_items=345, step_done=True
+        )
+        assert own == wanted
+    with pytest.raises(ShardError):
+        shard.stamp_in_place(
+            memoryview(bytearray(400)), hint=hint, epoch=0, step=0, num_items=0, step_done=True
+        )
