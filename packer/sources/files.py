@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packer.sources.hub import resolve_hub
 from packer.sources.streams import open_input
 from packer.sources.values import MIB, SourceError
 from packer.spec import InputFile
@@ -71,6 +72,9 @@ def _some(names: Sequence[str]) -> str:
 
 def _resolve(text: str, found: _Found) -> None:
     scheme, separator, _ = text.partition("://")
+    if scheme == "hf" and separator:
+        found.files += resolve_hub(text, local=found.roots is None)
+        return
     if separator:
         raise SourceError(
             f"{text}: {scheme}:// is not supported yet; copy the files to this machine and give their paths"
