@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,27 +21,27 @@ sys.path.insert(0, "tests")
 from reading import read_source
 from packer.sources import SourceError
 
-url, work, seed, roots = sys.argv[1:]
-try:
-    out = read_source(
-        url, Path(work), seed=json.loads(seed), roots=[Path(roots)] if roots else None
-    )
-    print(json.dumps({"rows": out.rows, "ids": out.ids, "errors": len(out.errors)}))
-except SourceError as error:
-    print(json.dumps({"refused": str(error)}))
+work, calls = sys.argv[1:]
+for url, seed, roots in json.loads(calls):
+    try:
+        out = read_source(url, Path(work), seed=seed, roots=[Path(roots)] if roots else None)
+        print(json.dumps({"rows": out.rows, "ids": out.ids, "errors": len(out.errors)}))
+    except SourceError as error:
+        print(json.dumps({"refused": str(error)}))
 """
 
 
-def read(tmp_path: Path, url: str, *, seed: int | None = None, roots: str = "") -> dict:
+def read(tmp_path: Path, *calls: tuple[str, int | None, str]) -> list[dict[str, Any]]:
+    """Read each (url, seed, root) in one process."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, url, str(tmp_path / "store"), json.dumps(seed), roots],
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), json.dumps(calls)],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture
@@ -53,27 +54,35 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
+ROWS = [{"prompt": f"train {i}", "completion": str(i)} for i in range(25)]
+
+
 def test_a_local_builder_gives_its_split(tmp_path: Path, folder: Path) -> None:
-    out = read(tmp_path, f"hf://{folder}?split=train")
-    assert out["rows"] == [{"prompt": f"train {i}", "completion": str(i)} for i in range(25)]
-    shuffled = read(tmp_path, f"hf://{folder}", seed=3)
+    plain, shuffled, test, none = read(
+        tmp_path,
+        (f"hf://{folder}?split=train", None, ""),
+        (f"hf://{folder}", 3, ""),
+        (f"hf://{folder}?split=test", None, ""),
+        (f"hf://{folder}?split=none", None, ""),
+    )
+    assert plain["rows"] == ROWS
     assert sorted(shuffled["ids"]) == list(range(25)) != shuffled["ids"]
-    assert len(read(tmp_path, f"hf://{folder}?split=test")["rows"]) == 3
-    refused = read(tmp_path, f"hf://{folder}?split=none")["refused"]
-    assert "none" in refused
-    assert "train" in refused
+    assert len(test["rows"]) == 3
+    assert "none" in none["refused"]
+    assert "train" in none["refused"]
 
 
 def test_a_dataset_in_the_cache_is_read_offline(tmp_path: Path, folder: Path) -> None:
-    read(tmp_path, f"hf://{folder}")  # prepared once, then moved to where a Hub dataset is kept
+    read(tmp_path, (f"hf://{folder}", None, ""))  # prepared once, then moved to where a Hub dataset is kept
     cache = tmp_path / "hf" / "datasets"
     shutil.move(cache / "gsm", cache / "owner___gsm")
-    out = read(tmp_path, "hf://owner/gsm?split=train", roots=str(tmp_path))
-    assert out.get("rows") == [{"prompt": f"train {i}", "completion": str(i)} for i in range(25)], out
-
-
-def test_what_the_hub_cannot_give_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
-    refused = read(tmp_path, "hf://owner/unknown")["refused"]
-    assert refused.startswith("hf://owner/unknown: `datasets` could not prepare it")
+    cached, unknown, around = read(
+        tmp_path,
+        ("hf://owner/gsm?split=train", None, str(tmp_path)),
+        ("hf://owner/unknown", None, ""),
+        (f"hf://{folder}", None, str(tmp_path)),
+    )
+    assert cached.get("rows") == ROWS, cached
+    assert unknown["refused"].startswith("hf://owner/unknown: `datasets` could not prepare it")
     # A service keeps to its folders: no way round them by the library's own local datasets.
-    assert "local path" in read(tmp_path, f"hf://{folder}", roots=str(tmp_path))["refused"]
+    assert "local path" in around["refused"]
