@@ -6,12 +6,10 @@ threads run, and a file that was cut off under us is an error here, where a map 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 
 from packer.store import LocalStore
 
@@ -43,27 +41,19 @@ class ShardFiles:
         """
         if not wait and _NOWAIT is None:
             raise WouldBlock
-        flags = 0 if wait else _NOWAIT or 0
-        with self._handle(key, wait=wait) as descriptor:
-            filled = 0
-            while filled < len(buffer):
-                try:
-                    count = os.preadv(descriptor, [buffer[filled:]], offset + filled, flags)
-                except OSError as error:
-                    # EOPNOTSUPP: not on this file system.
-                    if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
-                        raise WouldBlock from error
-                    raise
-                if count == 0:
-                    raise ShardMissing(
-                        f"{key} ends at byte {offset + filled}, {len(buffer) - filled} more are needed"
-                    )
-                filled += count
+        handle = self._take(key, wait)
+        try:
+            _fill(handle.descriptor, key, offset, buffer, wait)
+        finally:
+            self._give_back(handle)
 
     def num_bytes(self, key: str) -> int:
         """Length of the shard file. Raises ShardMissing."""
-        with self._handle(key) as descriptor:
-            return os.fstat(descriptor).st_size
+        handle = self._take(key, wait=True)
+        try:
+            return os.fstat(handle.descriptor).st_size
+        finally:
+            self._give_back(handle)
 
     def forget(self, prefix: str) -> None:
         """Close the files under a prefix, for a dataset that was deleted."""
@@ -74,8 +64,8 @@ class ShardFiles:
     def close(self) -> None:
         self.forget("")
 
-    @contextlib.contextmanager
-    def _handle(self, key: str, *, wait: bool = True) -> Iterator[int]:
+    def _take(self, key: str, wait: bool) -> _Handle:
+        """The open file of `key`, kept open until it is given back."""
         with self._lock:
             handle = self._open.get(key)
             if handle is None:
@@ -86,18 +76,36 @@ class ShardFiles:
                     self._open.popitem(last=False)[1].let_go()
             self._open.move_to_end(key)
             handle.num_users += 1
-        try:
-            yield handle.descriptor
-        finally:
-            with self._lock:
-                handle.num_users -= 1
-                handle.close_if_unused()
+            return handle
+
+    def _give_back(self, handle: _Handle) -> None:
+        with self._lock:
+            handle.num_users -= 1
+            handle.close_if_unused()
 
     def _descriptor(self, key: str) -> int:
         try:
             return os.open(self._store.path(key), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise ShardMissing(f"{key} is listed in the manifest and not there") from error
+
+
+def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, wait: bool) -> None:
+    flags = 0 if wait else _NOWAIT or 0
+    filled = 0
+    while filled < len(buffer):
+        try:
+            count = os.preadv(descriptor, [buffer[filled:]], offset + filled, flags)
+        except OSError as error:
+            # EOPNOTSUPP: not on this file system.
+            if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                raise WouldBlock from error
+            raise
+        if count == 0:
+            raise ShardMissing(
+                f"{key} ends at byte {offset + filled}, {len(buffer) - filled} more are needed"
+            )
+        filled += count
 
 
 class _Handle:

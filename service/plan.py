@@ -204,12 +204,13 @@ class ChunkReader:
         sizes = rows["header_bytes"].astype(np.int64) + rows["body_bytes"]
         ends = np.cumsum(sizes)
         data = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8).data
+        # Lists: one element of a structured array costs more than a small read.
+        starts, shards, offsets = (ends - sizes).tolist(), rows["shard"].tolist(), rows["offset"].tolist()
         for first, stop in _runs(rows, sizes):
-            start = int(ends[first] - sizes[first])
-            key = self._epoch.snapshot.shards[int(rows["shard"][first])].key
-            part = data[start : int(ends[stop - 1])]
-            self._files.read_into(key, int(rows["offset"][first]), part, wait=wait)
-        return data, (ends - sizes).tolist(), rows["header_bytes"].tolist()
+            key = self._epoch.snapshot.shards[shards[first]].key
+            part = data[starts[first] : starts[stop - 1] + int(sizes[stop - 1])]
+            self._files.read_into(key, offsets[first], part, wait=wait)
+        return data, starts, rows["header_bytes"].tolist()
 
 
 def _runs(rows: np.ndarray, sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

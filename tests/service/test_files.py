@@ -40,9 +40,11 @@ def test_f36_the_number_of_open_shards_is_bounded(store):
 
 def test_a_file_that_is_read_stays_open_until_it_was_read(store):
     files = ShardFiles(store, max_open=1)
-    with files._handle("shards/0") as descriptor:
-        read(files, "shards/1", 0, 1)  # puts shard 0 out
-        assert os.pread(descriptor, 1, 0) == b"\0"
+    handle = files._take("shards/0", wait=True)
+    descriptor = handle.descriptor
+    read(files, "shards/1", 0, 1)  # puts shard 0 out
+    assert os.pread(descriptor, 1, 0) == b"\0"
+    files._give_back(handle)
     with pytest.raises(OSError):
         os.fstat(descriptor)
     files.close()
