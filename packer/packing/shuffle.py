@@ -14,6 +14,7 @@ from packer.order import derive_seed, permute
 from packer.packing.values import Int64, Layout
 
 _EQUALS, _PACKS, _SEGMENTS, _GROUPS = 1, 2, 3, 4  # what a derived seed is for
+_GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction, times 2**64
 _BLOCK = 1 << 18  # elements that are hashed at once: what a core's cache holds
 BALANCE_GROUP = 128  # packs that cost about the same and stand side by side
 
@@ -69,11 +70,19 @@ def in_stream_order(layout: Layout, *, groups: Int64 | None = None) -> Layout:
 
 
 def _groups_of_equal_cost(costs: Int64, seed: int) -> Int64:
-    """Which group each pack belongs to: BALANCE_GROUP neighbours in cost, the groups in a seeded order."""
+    """The place of each pack's group: BALANCE_GROUP neighbours in cost make a group.
+
+    Groups are laid out by multiples of the golden ratio modulo 1, shifted by seed (a Kronecker sequence),
+    so that any run of groups holds dear and cheap ones evenly and cost says nothing about position.
+    """
     num_groups = max(1, -(-len(costs) // BALANCE_GROUP))
     by_cost = np.empty(len(costs), np.int64)
     by_cost[np.argsort(costs, kind="stable")] = np.arange(len(costs))
-    return permute(by_cost // BALANCE_GROUP, num_groups, derive_seed(seed, _GROUPS))
+    spread = np.arange(num_groups, dtype=np.uint64) * np.uint64(_GOLDEN)
+    spread += np.uint64(derive_seed(seed, _GROUPS))
+    place = np.empty(num_groups, np.int64)
+    place[np.argsort(spread)] = np.arange(num_groups)
+    return place[by_cost // BALANCE_GROUP]
 
 
 def _argsort(values: Int64, num_bits: int, seed: int | None) -> Int64:

@@ -69,7 +69,9 @@ class _Window:
             del waiting[bisect_left(waiting, key)]
             taken[oldest] = 1
             order.append(oldest)
-            room = self._stream(self.capacity - (key >> shift))
+            room = self.capacity - (key >> shift)
+            if room > self.reserve:
+                room = self._stream(room)
             if room:
                 self._choose(room)
             offsets.append(len(order))
@@ -93,7 +95,7 @@ class _Window:
     def _stream(self, room: int) -> int:
         """Take the next pieces of the stream while they leave `reserve`. Returns the room left."""
         first = self.arrived
-        if room <= self.reserve or first >= self.num_pieces:
+        if first == self.num_pieces:
             return room
         before = self.ends[first - 1]
         stop = bisect_left(self.ends, before + room - self.reserve + 1, first)

@@ -181,7 +181,7 @@ def test_balance_puts_packs_of_equal_cost_side_by_side() -> None:
     planned = plan(sizes, capacity, balance="attention", seed=3)
     costs = np.add.reduceat(planned.length**2, planned.pack_offsets[:-1])
     groups = costs[: len(costs) // BALANCE_GROUP * BALANCE_GROUP].reshape(-1, BALANCE_GROUP).mean(axis=1)
-    assert abs(rank_correlation(np.arange(len(groups)), groups)) < 0.6
+    assert abs(rank_correlation(np.arange(len(groups)), groups)) < 0.2
 
 
 def test_plans_are_the_same_on_every_machine_for_ever() -> None:
