@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from packer.runners import Runner
-from service import datasets, health, problems, shards, stream
+from service import datasets, events, health, problems, shards, stream, uploads
 from service.auth import BearerTokens
 from service.requests import RequestContext
 from service.scheduler import Scheduler
@@ -48,8 +48,8 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
         lifespan=_lifespan,
     )
     app.state.padfree = service
-    for router in (datasets.router, shards.router, stream.router, health.router):
-        app.include_router(router)
+    for part in (uploads, datasets, events, shards, stream, health):
+        app.include_router(part.router)
     _add_pages(app)
     problems.install(app)
     # The one added last is outermost: a refused request has an id and a log line too.
@@ -61,6 +61,7 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.padfree
+    await service.in_thread(uploads.sweep, service.store)
     await service.start()
     try:
         yield

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -16,7 +18,7 @@ from packer.manifest import dataset_key
 from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
 from packer.store import LocalStore
 from packer.view import lock_key
-from service import problems
+from service import problems, uploads
 from service.auth import known_parameters_only
 from service.feeds import cancelled_key
 from service.schemas import DatasetList, DatasetView, SpecModel
@@ -91,8 +93,13 @@ def _resolve(spec: Spec, service: Service) -> Job:
     from packer.sources import SourceError
     from packer.tokenization import TokenizerError
 
+    roots: tuple[Path, ...] = service.settings.data_roots
+    paths = uploads.local_paths(spec.source.paths, service.store)
+    if paths != spec.source.paths:
+        spec = dataclasses.replace(spec, source=dataclasses.replace(spec.source, paths=paths))
+        roots += (uploads.folder(service.store),)
     try:
-        return resolve(spec, store=service.store, roots=service.settings.data_roots)
+        return resolve(spec, store=service.store, roots=roots)
     except SpecError as error:
         raise problems.bad_spec(error.field, error.detail) from error
     except SourceError as error:

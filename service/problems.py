@@ -86,6 +86,16 @@ def too_large(required: int) -> Problem:
     return Problem("too-large", 413, "Body too large", detail)
 
 
+def upload_too_large(max_bytes: int) -> Problem:
+    detail = f"at most {max_bytes} bytes may be uploaded at once (PADFREE_MAX_UPLOAD_BYTES); split the file"
+    return Problem("too-large", 413, "Body too large", detail)
+
+
+def incomplete_body(num_bytes: int) -> Problem:
+    detail = f"the connection ended after {num_bytes} bytes of the body; send it again"
+    return Problem("incomplete-body", 400, "The body is not complete", detail)
+
+
 def dataset_failed(dataset: str, reason: str, field: str | None = None) -> Problem:
     detail = f"packing of dataset {dataset} failed: {reason}"
     return Problem("dataset-failed", 409, "The dataset failed", detail, field=field)

@@ -36,6 +36,14 @@ class DatasetList(BaseModel):
     datasets: list[DatasetView]
 
 
+class UploadView(BaseModel):
+    """A stored file. `upload` goes into `source.paths`."""
+
+    upload: str
+    num_bytes: int
+    sha256: str
+
+
 class ShardView(BaseModel):
     index: int
     num_packs: int
