@@ -106,7 +106,8 @@ class _Search:
         self.max_nodes = 0 if closing == "none" else _NODES
         self.present: list[int] = there.tolist()
         self.left: dict[int, int] = dict(zip(self.present, counts[there].tolist(), strict=True))
-        self.forward, self.backward = bit_sets(there, capacity)
+        self.longest = self.present[-1] if self.present else 0
+        self.forward, self.backward = bit_sets(there, self.longest)
 
     def run(self) -> list[Pattern]:
         found = []
@@ -118,7 +119,7 @@ class _Search:
                 if not self.left[length]:
                     del self.present[bisect_left(self.present, length)]
                     self.forward ^= 1 << length
-                    self.backward ^= 1 << (self.capacity - length)
+                    self.backward ^= 1 << (self.longest - length)
             found.append(Pattern(repeats, tuple(lengths.items())))
         return found
 
@@ -130,13 +131,13 @@ class _Search:
         while True:
             while room:
                 nodes += 1
-                top = self._longest(room, used)
+                top = self._fitting(room, used)
                 closing = self._closing(room, used) if self.max_nodes and room <= 2 * top else ()
                 if closing:
                     for length in closing:
                         used[length] = used.get(length, 0) + 1
                     return {length: copies for length, copies in used.items() if copies}
-                length = self._longest(min(room, limit), used)
+                length = self._fitting(min(room, limit), used)
                 if not length:
                     break
                 # Several copies at once while no pair could close the pack anyway.
@@ -159,14 +160,14 @@ class _Search:
             last = taken.pop()
             used[last] -= 1
             room += last
-            shorter = self._longest(last - 1, used)
+            shorter = self._fitting(last - 1, used)
             if shorter:
                 used[shorter] = used.get(shorter, 0) + 1
                 taken.append(shorter)
                 return room - shorter, shorter
         return room, 0
 
-    def _longest(self, at_most: int, used: dict[int, int]) -> int:
+    def _fitting(self, at_most: int, used: dict[int, int]) -> int:
         """The longest length up to `at_most` of which one is left beside `used`; 0 if there is none."""
         index = bisect_right(self.present, at_most) - 1
         while index >= 0:
@@ -180,7 +181,7 @@ class _Search:
         """One or two lengths that fill `room` exactly; () if none was found."""
         if self.left.get(room, 0) > used.get(room, 0):
             return (room,)
-        pairs = exact_pairs(self.forward, self.backward, room=room, capacity=self.capacity)
+        pairs = exact_pairs(self.forward, self.backward, room=room, longest=self.longest)
         half = (room + 1) // 2
         for _ in range(_PAIRS):
             if not pairs:

@@ -30,7 +30,7 @@ _CHOSEN_PIECES = 2  # of mean length: the room that is filled by choice
 def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout:
     """Pack `sizes`, each in [1, capacity], in one pass over them.
 
-    O(log window) comparisons a piece and O(capacity / 64) words a pack.
+    O(log window) comparisons a piece and O(longest waiting piece / 64) words a pack.
     """
     if not len(sizes):
         return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -53,7 +53,7 @@ class _Window:
         self.taken = bytearray(num_pieces)
         self.order: list[int] = []
         self.arrived = 0
-        self.forward = self.backward = 0
+        self.longest = self.forward = self.backward = 0
 
     def run(self) -> Layout:
         offsets, oldest, shift = [0], 0, self.shift
@@ -89,8 +89,9 @@ class _Window:
         self.waiting += self.keys[self.arrived : self.arrived + self.window]
         self.arrived = min(self.num_pieces, self.arrived + self.window)
         self.waiting.sort()
+        self.longest = self.waiting[-1] >> self.shift
         lengths = np.array(self.waiting) >> self.shift
-        self.forward, self.backward = bit_sets(lengths, self.capacity)
+        self.forward, self.backward = bit_sets(lengths, self.longest)
 
     def _stream(self, room: int) -> int:
         """Take the next pieces of the stream while they leave `reserve`. Returns the room left."""
@@ -130,9 +131,9 @@ class _Window:
 
     def _exact_pair(self, room: int) -> tuple[int, int] | None:
         """Places of two waiting pieces, the longer first, that fill `room` exactly: the most even pair."""
-        waiting, shift, capacity = self.waiting, self.shift, self.capacity
+        waiting, shift = self.waiting, self.shift
         half = (room + 1) // 2
-        pairs = exact_pairs(self.forward, self.backward, room=room, capacity=capacity)
+        pairs = exact_pairs(self.forward, self.backward, room=room, longest=self.longest)
         while pairs:
             lowest = pairs & -pairs
             pairs ^= lowest
@@ -154,4 +155,4 @@ class _Window:
 
     def _gone(self, size: int) -> None:
         self.forward ^= 1 << size
-        self.backward ^= 1 << (self.capacity - size)
+        self.backward ^= 1 << (self.longest - size)
