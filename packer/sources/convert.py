@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ import pyarrow as pa
 from packer.sources import tabular
 from packer.sources.lines import LineIndexer
 from packer.sources.parse import RowFault, fault_line
-from packer.sources.streams import blocks, open_input, open_stream, spool
+from packer.sources.streams import Spool, blocks, open_input, open_stream, spool
 from packer.sources.values import MIB
 from packer.spec import InputFile
 from packer.store import LocalStore
@@ -26,7 +26,7 @@ from packer.store import LocalStore
 class LineSpool:
     """Writes lines to a spool and indexes them as it goes, a block at a time."""
 
-    def __init__(self, file: BinaryIO, offsets: BinaryIO | None) -> None:
+    def __init__(self, file: Spool, offsets: Spool | None) -> None:
         self._file = file
         self._indexer = LineIndexer(offsets)
         self._lines: list[bytes] = []
@@ -69,9 +69,9 @@ def table_lines(batches: Iterable[tabular.Rows]) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def open_raw(input: InputFile, store: LocalStore, key: str, max_unpacked_bytes: int) -> Iterator[Any]:
-    """A table's file for random access: the input, or its unpacked copy, which is gone afterwards."""
-    if input.compression is None:
+def open_raw(input: InputFile, store: LocalStore, key: str | None, max_unpacked_bytes: int) -> Iterator[Any]:
+    """A table's file for random access: the input, or a copy under `key`, which is gone afterwards."""
+    if key is None:
         with open_input(input.path):  # a clear error where it is gone
             pass
         # Arrow bodies are used where they lie; Parquet pages are read, so that they do not stay mapped.

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import glob
-import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from packer.sources.hub import resolve_hub
-from packer.sources.streams import open_input
-from packer.sources.values import MIB, SourceError
+from packer.sources.identity import identify
+from packer.sources.remote import is_remote, list_remote
+from packer.sources.values import SourceError
 from packer.spec import InputFile
 
 READERS = {
@@ -30,8 +29,6 @@ KNOWN = f"{' '.join(READERS)}, each also with {' or '.join(COMPRESSIONS)}"
 
 # Of a folder written by `datasets`: about the data, not data.
 _ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-_DIGEST_BLOCK_BYTES = 64 * MIB
-_READ_BYTES = MIB
 
 
 @dataclass(slots=True)
@@ -39,14 +36,14 @@ class _Found:
     """Files in order, and those of folders that were left out."""
 
     roots: tuple[Path, ...] | None
-    files: list[Path] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
 
 def resolve_inputs(
     paths: Sequence[str], *, roots: Sequence[Path] | None
 ) -> tuple[tuple[InputFile, ...], tuple[str, ...]]:
-    """The files that `paths` (files, folders, globs) name, in order, and the names that were ignored.
+    """The files that `paths` (files, folders, globs, urls) name, in order, and the names that were ignored.
 
     Folders are read with all that lies in them, sorted by name; hidden files and unknown suffixes of a
     folder or glob are ignored and listed. A file named twice is read twice. With `roots` relative
@@ -63,7 +60,7 @@ def resolve_inputs(
                 f"{path}: no input file in it; known are {KNOWN}"
                 + (f"; ignored were {_some(left_out)}" if left_out else "")
             )
-    return _identify(found.files), tuple(found.ignored)
+    return identify([(path, *reader_of(path)) for path in found.files]), tuple(found.ignored)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -73,11 +70,20 @@ def _some(names: Sequence[str]) -> str:
 def _resolve(text: str, found: _Found) -> None:
     scheme, separator, _ = text.partition("://")
     if scheme == "hf" and separator:
-        found.files += resolve_hub(text, local=found.roots is None)
+        found.files += map(str, resolve_hub(text, local=found.roots is None))
+        return
+    if is_remote(text):
+        urls, named = list_remote(text)
+        for url in urls:
+            if named:
+                reader_of(url)
+                found.files.append(url)
+            else:
+                _take(url, found)
         return
     if separator:
         raise SourceError(
-            f"{text}: {scheme}:// is not supported yet; copy the files to this machine and give their paths"
+            f"{text}: {scheme}:// is not known here; known are hf://, s3://, gs:// and local paths"
         )
     if "\0" in text:
         raise SourceError(f"{text!r}: a path cannot hold a NUL character")
@@ -90,8 +96,8 @@ def _resolve(text: str, found: _Found) -> None:
             if candidate.is_dir():
                 _scan(candidate, found, text, frozenset())
             else:
-                reader_of(candidate)
-                found.files.append(candidate)
+                reader_of(str(candidate))
+                found.files.append(str(candidate))
             return
     if glob.has_magic(text):
         for candidate in candidates:
@@ -114,7 +120,7 @@ def _resolve_glob(pattern: Path, found: _Found, text: str) -> bool:
             if "**" not in text:  # else its files match on their own
                 _scan(match, found, text, frozenset())
         else:
-            _take(match, found)
+            _take(str(match), found)
     return bool(matches)
 
 
@@ -156,20 +162,21 @@ def _scan(folder: Path, found: _Found, text: str, above: frozenset[tuple[int, in
         if path.is_dir():
             _scan(path, found, text, above | {here})
         else:
-            _take(path, found)
+            _take(str(path), found)
 
 
-def _take(path: Path, found: _Found) -> None:
+def _take(path: str, found: _Found) -> None:
     """Take a file that was met rather than named: what is no source is listed as ignored."""
-    known = _reader_of(path) is not None and path.is_file()
-    if known and not path.name.startswith(".") and path.name not in _ABOUT_DATA:
+    name = path.rpartition("/")[2]
+    known = _reader_of(path) is not None and (is_remote(path) or os.path.isfile(path))
+    if known and not name.startswith(".") and name not in _ABOUT_DATA:
         found.files.append(path)
     else:
-        found.ignored.append(str(path))
+        found.ignored.append(path)
 
 
-def _reader_of(path: Path) -> tuple[str, str | None] | None:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
+def _reader_of(path: str) -> tuple[str, str | None] | None:
+    suffixes = [suffix.lower() for suffix in PurePosixPath(path).suffixes]
     compression = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
     if compression:
         suffixes.pop()
@@ -177,7 +184,7 @@ def _reader_of(path: Path) -> tuple[str, str | None] | None:
     return (reader, compression) if reader else None
 
 
-def reader_of(path: Path) -> tuple[str, str | None]:
+def reader_of(path: str) -> tuple[str, str | None]:
     """How a file is read and unpacked, by its name. Raises SourceError for an unknown suffix."""
     found = _reader_of(path)
     if found is None:
@@ -185,120 +192,3 @@ def reader_of(path: Path) -> tuple[str, str | None]:
             f"{path}: the suffix says how a file is read; known are {KNOWN}; rename or convert it"
         )
     return found
-
-
-# ------------------------------------------------------------------ identity
-
-
-def _identify(paths: Sequence[Path]) -> tuple[InputFile, ...]:
-    """Size, digest and modification time of each file; and whether it is what its name says."""
-    about = []
-    for path in paths:
-        if not path.is_file():
-            raise SourceError(f"{path}: a regular file is required, found something else or a broken link")
-        reader, compression = reader_of(path)
-        check_magic(path, reader, compression)
-        about.append((path, reader, compression, path.stat()))
-    digests = content_digests([(path, stat.st_size) for path, _, _, stat in about])
-    return tuple(
-        InputFile(
-            path=str(path),
-            num_bytes=stat.st_size,
-            digest=digest,
-            reader=reader,
-            compression=compression,
-            mtime_ns=stat.st_mtime_ns,
-        )
-        for (path, reader, compression, stat), digest in zip(about, digests, strict=True)
-    )
-
-
-def content_digests(files: Sequence[tuple[Path, int]]) -> list[str]:
-    """The content digest of each (path, num_bytes), 64 hex digits.
-
-    It is the sha256 over the sha256 digests (32 bytes each, in order) of the file's blocks of 64 MiB:
-    not the file's plain sha256, so that the blocks of one large file, too, are hashed by several
-    threads (hashlib lets go of the interpreter's lock).
-    """
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        # One list for all files, so that many small ones keep the threads as busy as one large one.
-        digests = pool.map(lambda block: _block_digest(*block), list(_blocks_of(files)))
-        wholes = []
-        for _, num_bytes in files:
-            whole = hashlib.sha256()
-            for _ in range(-(-num_bytes // _DIGEST_BLOCK_BYTES)):
-                whole.update(next(digests))
-            wholes.append(whole.hexdigest())
-    return wholes
-
-
-def _blocks_of(files: Sequence[tuple[Path, int]]) -> Iterator[tuple[Path, int, int]]:
-    for path, num_bytes in files:
-        for start in range(0, num_bytes, _DIGEST_BLOCK_BYTES):
-            yield path, start, min(_DIGEST_BLOCK_BYTES, num_bytes - start)
-
-
-def _block_digest(path: Path, start: int, num_bytes: int) -> bytes:
-    digest = hashlib.sha256()
-    with open_input(path) as file:
-        file.seek(start)
-        while num_bytes:
-            block = file.read(min(_READ_BYTES, num_bytes))
-            if not block:
-                raise SourceError(
-                    f"{path}: the file shrank while it was read; leave inputs alone and try again"
-                )
-            digest.update(block)
-            num_bytes -= len(block)
-    return digest.digest()
-
-
-# ------------------------------------------------------------------ magic numbers
-
-_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PAR1": "Parquet",
-    b"ARROW1": "Arrow",
-    b"PK\x03\x04": "zip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-}
-_WANTED = {"gzip": "gzip", "zstd": "zstd", "parquet": "Parquet", "arrow": "Arrow"}
-
-
-def check_magic(path: Path, reader: str, compression: str | None) -> None:
-    """Raise SourceError where the first bytes of a file are not what its name says."""
-    with open_input(path) as file:
-        head = file.read(8)
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 4))
-        tail = file.read(4)
-    is_really = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
-    wanted = _WANTED.get(compression or reader)
-    if wanted == "zstd" and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50:
-        is_really = "zstd"  # begins with a skippable frame
-    if wanted == "Arrow" and is_really is None and _is_arrow_stream(head):
-        is_really = "Arrow"
-    if wanted == "Parquet" and is_really == "Parquet" and (end < 12 or tail != b"PAR1"):
-        raise SourceError(
-            f"{path}: a Parquet file is required, found one that is cut off; fetch or write it again"
-        )
-    if is_really == wanted:
-        return
-    found = is_really or (f"{end} bytes that are not" if end else "an empty file")
-    if wanted:
-        raise SourceError(
-            f"{path}: its name says {wanted}, found {found}; rename it, or fetch or write it again"
-        )
-    advice = "convert it to UTF-8" if is_really == "UTF-16 text" else "name it by what it is, or convert it"
-    raise SourceError(f"{path}: text is required by its name, found {found}; {advice}")
-
-
-def _is_arrow_stream(head: bytes) -> bool:
-    # A message begins with a continuation mark and its length; before Arrow 0.15 with the length.
-    return head[:4] == b"\xff\xff\xff\xff" or (
-        len(head) == 8 and 0 < int.from_bytes(head[:4], "little") < MIB
-    )

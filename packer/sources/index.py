@@ -6,19 +6,19 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from packer.sources import tabular
 from packer.sources.convert import LineSpool, open_raw, table_lines
 from packer.sources.csvlines import csv_lines
-from packer.sources.files import content_digests
+from packer.sources.identity import check_identity
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import LineIndexer
 from packer.sources.parse import roots
-from packer.sources.streams import Stream, blocks, changed, open_input, open_stream, spool, spool_key
+from packer.sources.remote import is_remote
+from packer.sources.streams import Spool, Stream, blocks, changed, open_stream, spool, spool_key
 from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
 from packer.spec import InputFile
 from packer.store import LocalStore
@@ -43,10 +43,15 @@ class _Task:
     def file(self, **values: Any) -> RecordFile:
         return RecordFile(input=self.input, mtime_ns=self.mtime_ns, **values)
 
+    @property
+    def in_place(self) -> bool:
+        """Whether workers can read the input itself."""
+        return self.input.compression is None and not is_remote(self.input.path)
+
     def stream(self) -> contextlib.AbstractContextManager[Stream]:
         return open_stream(self.input, max_unpacked_bytes=self.max_unpacked_bytes)
 
-    def spool(self, key: str | None) -> contextlib.AbstractContextManager[BinaryIO | None]:
+    def spool(self, key: str | None) -> contextlib.AbstractContextManager[Spool | None]:
         return contextlib.nullcontext() if key is None else spool(self.store, key)
 
 
@@ -75,34 +80,18 @@ def index_input(
         names=roots(fields),
         max_unpacked_bytes=max_unpacked_bytes,
         max_row_bytes=max_row_bytes,
-        mtime_ns=_check_identity(input),
+        mtime_ns=check_identity(input),
     )
     index = _INDEXERS[input.reader](task)
-    with open_input(input.path) as file:
-        now = os.fstat(file.fileno())
-    if (now.st_size, now.st_mtime_ns) != (input.num_bytes, task.mtime_ns):
+    if check_identity(input) != task.mtime_ns:
         raise changed(input, "while it was indexed")
     return index
-
-
-def _check_identity(input: InputFile) -> int:
-    """The time of the input's last change, once its content is known to be what was resolved."""
-    with open_input(input.path) as file:
-        now = os.fstat(file.fileno())
-    if now.st_size != input.num_bytes:
-        raise changed(input, f"{input.num_bytes} bytes when the dataset was posted, {now.st_size} now")
-    # Another time need not mean other content: a copy or a touch leaves the dataset what it was.
-    if now.st_mtime_ns != input.mtime_ns and content_digests([(Path(input.path), input.num_bytes)]) != [
-        input.digest
-    ]:
-        raise changed(input, "other content than when the dataset was posted")
-    return now.st_mtime_ns
 
 
 def _index_lines(task: _Task) -> FileIndex:
     key = task.key()
     offsets_key = f"{key}.offsets" if task.random_access else None
-    unpacked_key = f"{key}.jsonl" if task.input.compression else None
+    unpacked_key = None if task.in_place else f"{key}.jsonl"
     with (
         task.stream() as stream,
         task.spool(offsets_key) as offsets,
@@ -151,7 +140,7 @@ def _index_table(task: _Task) -> FileIndex:
         if input.reader == "parquet":
             columns = tabular.columns_in_use(table.schema_arrow, task.names)
             marks, num_bytes = tabular.parquet_marks(table, columns)
-            by_groups = tabular.fits_partitions(marks, num_bytes) and input.compression is None
+            by_groups = tabular.fits_partitions(marks, num_bytes) and task.in_place
             if by_groups and not task.random_access:
                 num_records = table.metadata.num_rows
                 file = task.file(layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes)
@@ -179,7 +168,7 @@ def _index_csv(task: _Task) -> FileIndex:
 
 def _index_document(task: _Task) -> FileIndex:
     key, num_bytes = None, task.input.num_bytes
-    if task.input.compression:
+    if not task.in_place:
         key, num_bytes = f"{task.key()}.txt", 0
         with task.stream() as stream, spool(task.store, key) as unpacked:
             for block in blocks(stream):
@@ -193,7 +182,7 @@ def _index_document(task: _Task) -> FileIndex:
 def _open_table(task: _Task) -> Iterator[Any]:
     raw_key = f"{task.key()}-{os.getpid()}.{task.input.reader}"
     with (
-        open_raw(task.input, task.store, raw_key, task.max_unpacked_bytes) as raw,
+        open_raw(task.input, task.store, None if task.in_place else raw_key, task.max_unpacked_bytes) as raw,
         tabular.open_table(task.input.path, raw, task.input.reader) as table,
     ):
         yield table

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import numpy as np
 
-from packer.sources.streams import BLOCK_BYTES, Stream
+from packer.sources.streams import BLOCK_BYTES, Sink, Stream
 from packer.sources.values import MARK, MARK_BYTES, OFFSET
 
 BOM = b"\xef\xbb\xbf"
@@ -40,7 +39,7 @@ class TooLong:
 class LineIndexer:
     """Finds records and marks in a file fed block by block; memory does not grow with a line's length."""
 
-    def __init__(self, offsets: BinaryIO | None = None) -> None:
+    def __init__(self, offsets: Sink | None = None) -> None:
         self.num_records = 0
         self.num_bytes = 0  # fed so far
         self._offsets = offsets

@@ -13,6 +13,7 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
+from packer.sources.remote import is_remote, open_remote
 from packer.sources.values import MIB, SourceError
 from packer.spec import InputFile
 from packer.store import LocalStore, NoSpaceLeft, StoreError
@@ -26,6 +27,12 @@ class Stream(Protocol):
     """What can be read block by block. An empty block is the end."""
 
     def read(self, num_bytes: int) -> bytes: ...
+
+
+class Sink(Protocol):
+    """What can be written block by block."""
+
+    def write(self, data: bytes, /) -> object: ...
 
 
 class _Unpacked:
@@ -66,8 +73,10 @@ def open_stream(input: InputFile, *, max_unpacked_bytes: int) -> Iterator[Stream
             yield _Unpacked(stream, input, max_unpacked_bytes)
 
 
-def open_input(path: str | Path) -> BinaryIO:
-    """Open a source file. Raises SourceError where it is gone or may not be read."""
+def open_input(path: str) -> BinaryIO:
+    """Open a source file or object. Raises SourceError where it is gone or may not be read."""
+    if is_remote(path):
+        return open_remote(path)
     try:
         return open(path, "rb")
     except OSError as error:
@@ -102,8 +111,21 @@ def spool_key(work_key: str, input: InputFile, *what: str) -> str:
     return f"{work_key}/{hashlib.sha256(about.encode()).hexdigest()[:32]}"
 
 
+class Spool:
+    """A work file that is being written. Errors are those of the store, told apart from a source's."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+
+    def write(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            raise _not_written(error, self._path) from error
+
+
 @contextlib.contextmanager
-def spool(store: LocalStore, key: str) -> Iterator[BinaryIO]:
+def spool(store: LocalStore, key: str) -> Iterator[Spool]:
     """A work file that is there under `key` only if the block ends well. Not made durable.
 
     Raises NoSpaceLeft or StoreError where it cannot be written.
@@ -112,16 +134,27 @@ def spool(store: LocalStore, key: str) -> Iterator[BinaryIO]:
     temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb", buffering=MIB) as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException as error:
+        file = open(temporary, "wb", buffering=MIB)  # noqa: SIM115  # closed below, before the rename
+    except OSError as error:
+        raise _not_written(error, path) from error
+    try:
+        yield Spool(file, path)
+        try:
+            file.close()
+            os.replace(temporary, path)
+        except OSError as error:
+            raise _not_written(error, path) from error
+    finally:
+        # After the rename there is nothing of that name.
+        with contextlib.suppress(OSError):
+            file.close()
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError) or isinstance(error, StoreError):
-            raise
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise NoSpaceLeft(
-                error.errno, f"no space left to unpack a source into {path.parent}: make room and post again"
-            ) from error
-        raise StoreError(error.errno, f"cannot write {path}: {error.strerror}") from error
+
+
+def _not_written(error: OSError, path: Path) -> StoreError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceLeft(
+            error.errno, f"no space left to unpack a source into {path.parent}: make room and post again"
+        )
+    return StoreError(error.errno, f"cannot write {path}: {error.strerror}")

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from packer.sources import SourceError, files, resolve_inputs
+from packer.sources import SourceError, identity, resolve_inputs
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -89,7 +89,8 @@ def test_a_link_back_to_a_folder_above_is_followed_once(tmp_path: Path) -> None:
         ("hf://?split=train", "found no repo"),
         ("hf://gsm8k?spilt=train", "found spilt"),
         ("hf://gsm8k?split=train[:10]", "found the slice"),
-        ("s3://bucket/a.jsonl", "s3:// is not supported yet"),
+        ("ftp://host/a.jsonl", "ftp:// is not known here"),
+        ("s3://", "found no bucket"),
         ("a\0b", "NUL"),
         ("pipe.jsonl", "regular file"),
     ],
@@ -195,20 +196,20 @@ def test_a_root_may_itself_be_a_link(tmp_path: Path) -> None:
 
 
 def test_digest_is_sha256_over_the_sha256_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_DIGEST_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(identity, "_DIGEST_BLOCK_BYTES", 1000)
     contents = [os.urandom(size) for size in (0, 1, 999, 1000, 1001, 5500)]
     paths = []
     for number, content in enumerate(contents):
         path = tmp_path / f"{number}.jsonl"
         path.write_bytes(content)
-        paths.append((path, len(content)))
+        paths.append((str(path), len(content)))
     wanted = [
         hashlib.sha256(
             b"".join(hashlib.sha256(content[i : i + 1000]).digest() for i in range(0, len(content), 1000))
         ).hexdigest()
         for content in contents
     ]
-    assert files.content_digests(paths) == wanted
+    assert identity.content_digests(paths) == wanted
 
 
 def test_an_input_is_told_by_its_content_not_its_place(tmp_path: Path) -> None:
