@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 
@@ -200,3 +203,5 @@ def _shut(buffer: _Buffer[Any], thread: threading.Thread, cancel: Callable[[], N
     cancel()
     if thread is not threading.current_thread():
         thread.join(_JOIN_S)
+        if thread.is_alive():
+            log.warning("the reader did not end within %g s; it ends with the process", _JOIN_S)

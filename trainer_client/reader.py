@@ -100,6 +100,7 @@ class Reader:
     lane: Lane = field(default_factory=Lane)
     cancelled: threading.Event = field(default_factory=threading.Event)
     num_packs: int | None = None
+    end: Cursor | None = None  # where the iteration ended, once it has
 
     def cancel(self) -> None:
         """End `batches` from another thread."""
@@ -124,6 +125,7 @@ class Reader:
             if not done and not steps:
                 stop = self._stop_epoch(cursor)  # we stood at an end that nobody knew to be one
             done += steps
+        self.end = cursor
 
     def _stop_epoch(self, cursor: Cursor) -> int | None:
         return None if self.epochs is None else (cursor.epoch // self.epochs + 1) * self.epochs

@@ -118,9 +118,11 @@ class PackedStream:
             meter=self._meter,
         )
         self._prefetcher = weakref.ref(prefetcher)
-        return self._taken(prefetcher, iteration)
+        return self._taken(prefetcher, reader, iteration)
 
-    def _taken(self, prefetcher: Prefetcher[PackedBatch], iteration: int) -> Iterator[PackedBatch]:
+    def _taken(
+        self, prefetcher: Prefetcher[PackedBatch], reader: Reader, iteration: int
+    ) -> Iterator[PackedBatch]:
         try:
             for batch in prefetcher:
                 self._require_current(iteration)
@@ -131,7 +133,9 @@ class PackedStream:
                 self._meter.num_bytes += batch.num_bytes
                 yield batch
                 self._require_current(iteration)
-            self._cursor = self._normal()
+            self._require_current(iteration)
+            if reader.end is not None:  # behind the steps of other lanes too
+                self._cursor = reader.end
         finally:
             prefetcher.close()
 

@@ -1,0 +1,203 @@
+"""PackedDataset under torch's DataLoader: workers change neither number nor order of batches."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.utils.data
+from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
+from torch.utils.data import DataLoader, get_worker_info
+
+from trainer_client import PackedDataset, PackedStream, StateMismatch
+
+
+def loader(dataset: PackedDataset, num_workers: int, **options: Any) -> DataLoader:
+    return DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
+
+
+def taken(batches: Any) -> list[int]:
+    return [number for batch in batches for number in batch.example_ids.tolist()]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 4])
+def test_f28_workers_do_not_change_the_batches(source: str, tmp_path: Path, num_workers: int) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(100), packs_per_shard=30)
+    found = loader(PackedDataset(source, dataset=dataset, packs_per_step=4), num_workers)
+    batches = list(found)
+    assert len(found) == len(batches) == 25
+    assert [batch.num_packs for batch in batches] == 25 * [4]
+    assert taken(batches) == list(range(100))
+    assert [batch.step for batch in batches] == list(range(25))
+    assert all(batch.num_items_in_batch == 4 * 3 for batch in batches)
+
+
+def test_f34_more_workers_than_shard_files(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(8), packs_per_shard=8)
+    ranks = [
+        taken(loader(PackedDataset(source, dataset=dataset, rank=rank, world_size=2), 4)) for rank in range(2)
+    ]
+    assert ranks == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+@pytest.mark.slow
+def test_spawned_workers_give_the_same(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(8), packs_per_shard=3)
+    batches = loader(PackedDataset(source, dataset=dataset), 2, multiprocessing_context="spawn")
+    assert taken(batches) == list(range(8))
+
+
+def test_workers_go_over_epochs_in_the_order_of_the_stream(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(11), packs_per_shard=3)
+    options: dict[str, Any] = {"dataset": dataset, "epochs": 3, "packs_per_step": 2, "tail": "pad"}
+    whole = [(b.epoch, b.step, b.example_ids.tolist()) for b in PackedStream(source, **options)]
+    found = [(b.epoch, b.step, b.example_ids.tolist()) for b in loader(PackedDataset(source, **options), 3)]
+    assert found == whole
+
+
+def test_workers_follow_a_dataset_that_is_being_packed(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(9)
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, packs[:5], packs_per_shard=3)
+    batches = iter(loader(PackedDataset(source, dataset=dataset, epochs=2, timeout_s=60), 2))
+    first = [next(batches).example_ids[0] for _ in range(5)]
+    commit_partition(tmp_path, dataset, 1, packs[5:], packs_per_shard=3)
+    finish_dataset(tmp_path, dataset, 2, packs)
+    assert first + taken(batches) == taken(PackedStream(source, dataset=dataset, epochs=2))
+
+
+def test_the_state_on_a_batch_goes_on_exactly_with_any_number_of_workers(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(20), packs_per_shard=6)
+    options: dict[str, Any] = {"dataset": dataset, "epochs": 2}
+    whole = taken(PackedStream(tmp_path, **options))
+    batches = iter(loader(PackedDataset(tmp_path, **options), 2))
+    some = list(itertools.islice(batches, 27))
+    assert taken(some) == whole[:27]
+    for num_workers in (0, 2):
+        resumed = PackedDataset(tmp_path, **options)
+        resumed.load_state_dict(some[-1].state)
+        assert taken(loader(resumed, num_workers)) == whole[27:]
+
+
+def test_set_epoch_as_trainers_call_it(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=6)
+    whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=3))
+    for num_workers in (0, 2):
+        found = []
+        packed = PackedDataset(tmp_path, dataset=dataset)
+        batches = loader(packed, num_workers)
+        for epoch in range(3):
+            packed.set_epoch(epoch)
+            found += taken(batches)
+        assert found == whole
+    # Within the epoch that a state says, set_epoch moves nothing.
+    packed = PackedDataset(tmp_path, dataset=dataset)
+    packed.load_state_dict({**packed.state_dict(), "epoch": 1, "packs": 4, "step": 4})
+    packed.set_epoch(1)
+    assert taken(packed) == whole[14:20]
+
+
+def test_persistent_workers_go_on_to_the_next_epoch(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(7), packs_per_shard=6)
+    whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=2))
+    batches = loader(PackedDataset(tmp_path, dataset=dataset), 2, persistent_workers=True)
+    assert taken(batches) + taken(batches) == whole
+
+
+def test_transform_is_applied_to_each_batch(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=6)
+    packed = PackedDataset(tmp_path, dataset=dataset, transform=lambda batch: batch.for_transformers())
+    assert [kwargs["input_ids"][0, 0].item() for kwargs in loader(packed, 0)] == [0, 1, 2]
+    assert packed.state_dict()["epoch"] == 1
+
+
+def test_a_device_is_refused_in_workers(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=6)
+    packed = PackedDataset(tmp_path, dataset=dataset, device="cpu")
+    assert taken(loader(packed, 0)) == [0, 1, 2]
+    with pytest.raises(ValueError, match="num_workers=0"):
+        next(iter(loader(packed, 1)))
+
+
+# ------------------------------------------------------------------ state of single workers
+
+
+class Worker:
+    """One worker as a stateful loader drives it: iterate, take the state with each batch, load it anew."""
+
+    def __init__(self, dataset: bytes, worker: int, num_workers: int) -> None:
+        self.dataset = pickle.loads(dataset)
+        self.info = type("Info", (), {"id": worker, "num_workers": num_workers})()
+        self.batches: Any = None
+
+    def __enter__(self) -> None:
+        torch.utils.data._utils.worker._worker_info = self.info
+
+    def __exit__(self, *_: object) -> None:
+        torch.utils.data._utils.worker._worker_info = None
+
+    def next(self) -> Any:
+        with self:
+            if self.batches is None:
+                self.batches = iter(self.dataset)
+            return next(self.batches, None)
+
+    def state(self) -> dict:
+        with self:
+            return self.dataset.state_dict()
+
+    def load(self, state: dict) -> None:
+        with self:
+            self.dataset.load_state_dict(state)
+
+
+def drive(workers: list[Worker], first: int, count: int) -> list[int]:
+    """Ask the workers in turn, from worker `first` on, as a DataLoader does."""
+    found: list[int] = []
+    for index in range(first, first + count):
+        batch = workers[index % len(workers)].next()
+        if batch is not None:
+            found += batch.example_ids.tolist()
+    return found
+
+
+@pytest.mark.parametrize("stop", range(13))
+def test_the_states_of_workers_are_exact_twice_in_a_row(tmp_path: Path, stop: int) -> None:
+    """What torchdata's StatefulDataLoader does: it saves each worker's state as of the batches taken."""
+    dataset = build_dataset(tmp_path, numbered_packs(7), packs_per_shard=6)
+    whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=2))
+    start = pickle.dumps(PackedDataset(tmp_path, dataset=dataset, epochs=2))
+    workers = [Worker(start, worker, 3) for worker in range(3)]
+    found = drive(workers, 0, stop)
+    states = [worker.state() for worker in workers]
+    for _ in range(2):
+        workers = [Worker(start, worker, 3) for worker in range(3)]
+        for worker, state in zip(workers, states, strict=True):
+            worker.load(state)
+        assert [worker.state() for worker in workers] == states
+    found += drive(workers, stop, 20)
+    assert found == whole
+    with workers[0]:
+        assert get_worker_info() is not None
+    assert get_worker_info() is None
+
+
+def test_a_workers_state_is_refused_elsewhere(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(7), packs_per_shard=6)
+    start = pickle.dumps(PackedDataset(tmp_path, dataset=dataset))
+    worker = Worker(start, 0, 3)
+    worker.next()
+    state = worker.state()
+    for other in (Worker(start, 0, 2), Worker(start, 1, 3)):
+        with pytest.raises(StateMismatch, match="as many workers"):
+            other.load(state)
+    with pytest.raises(StateMismatch, match="as many workers"):
+        PackedDataset(tmp_path, dataset=dataset).load_state_dict(state)
+    with pytest.raises(ValueError, match="one DataLoader worker"):
+        PackedStream(tmp_path, dataset=dataset).load_state_dict(state)
