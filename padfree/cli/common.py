@@ -99,9 +99,10 @@ def print_report(view: dict[str, Any]) -> None:
         f"tokens  {report['tokens_in']:,} in, {report['tokens_packed']:,} packed, "
         f"{report['tokens_trained']:,} trained, {report['tokens_dropped']:,} dropped"
     )
+    fill = f"fill {report['fill']:.4f} (padding: {report['padded_fill']:.4f})"
     print(
         f"packs   {report['num_packs']:,} (at least {report['lower_bound_packs']:,}) "
-        f"in {report['num_shards']:,} shards, fill {report['fill']:.4f} (padding: {report['padded_fill']:.4f})"
+        f"in {report['num_shards']:,} shards, {fill}"
     )
     for row in report["rejected"][:10]:
         print(f"        {row['file']}, {row['unit']} {row['line']}: {row['reason']}", file=sys.stderr)

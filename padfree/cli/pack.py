@@ -118,9 +118,8 @@ def _absolute(path: str) -> str:
 
 
 def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
-    from packer.render import RenderError
-
     from packer.coordinator import Busy, PackingFailed, pack
+    from packer.render import RenderError
     from packer.resolve import resolve
     from packer.sources import SourceError
     from packer.spec import SpecError, parse_spec

@@ -27,7 +27,7 @@ def add(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from trainer_client import PackedStream, StreamError
+    from trainer_client import ClientError, PackedStream
 
     source = args.url or common.store_folder(args, must_exist=True)
     steps = packs = tokens = trained = 0
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
                 tokens, trained = tokens + batch.num_tokens, trained + batch.num_trained
                 if steps == args.max_steps:
                     break
-    except StreamError as error:
+    except ClientError as error:
         raise CommandError(str(error)) from None
     except ValueError as error:
         raise CommandError(str(error), status=2) from None

@@ -1,0 +1,165 @@
+"""The command line as users run it: processes, exit statuses, output, real Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TOKENIZER = ROOT / "examples" / "tokenizer"
+GSM8K = ROOT / "examples" / "data" / "gsm8k_1000.jsonl"
+
+
+def padfree(*args: Any, cwd: Path | None = None, status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "padfree", *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=cwd,
+    )
+    assert done.returncode == status, f"{done.returncode}: {done.stdout}\n{done.stderr}"
+    return done
+
+
+def last_json(done: subprocess.CompletedProcess[str]) -> Any:
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def digests(store: Path, dataset: str) -> list[str]:
+    from packer.manifest import Manifest
+    from packer.store import LocalStore
+
+    manifest = Manifest(LocalStore(store), dataset)
+    manifest.refresh()
+    return [shard.sha256 for shard in manifest.shards]
+
+
+def larger_source(folder: Path) -> Path:
+    """Enough text for several partitions: the sample rows, six times, numbered."""
+    lines = [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    source = folder / "rows.jsonl"
+    with source.open("w") as file:
+        for copy in range(6):
+            for row in lines:
+                file.write(json.dumps({**row, "question": f"{copy}. {row['question']}"}) + "\n")
+    return source
+
+
+def test_pack_stream_list_inspect_verify(tmp_path: Path) -> None:
+    view = last_json(
+        padfree("pack", GSM8K, "--tokenizer", TOKENIZER, "--max-tokens", 2048, "--json", cwd=tmp_path)
+    )
+    report = view["report"]
+    assert view["state"] == "ready"
+    assert report["rows_in"] == report["rows_packed"] == 1000
+    assert report["fill"] > 0.98
+    store = tmp_path / "padfree-store"
+    streamed = last_json(padfree("stream", view["id"], "--store", store, "--json"))
+    assert streamed["packs"] == streamed["steps"] == report["num_packs"]
+    assert streamed["tokens"] == report["tokens_packed"]
+    assert streamed["tokens_trained"] == report["tokens_trained"]
+    assert [one["id"] for one in last_json(padfree("datasets", "--store", store, "--json"))] == [view["id"]]
+    assert view["id"] in padfree("inspect", view["id"], "--store", store).stdout
+    shard = next(store.rglob("shards/*.arrow"))
+    assert "pack 0: 2048 tokens" in padfree("inspect", shard).stdout
+    assert last_json(padfree("verify", store, "--json"))["packs"] == report["num_packs"]
+    again = padfree("pack", GSM8K, "--tokenizer", TOKENIZER, "--max-tokens", 2048, cwd=tmp_path)
+    assert view["id"] in again.stdout
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    assert shard.name in padfree("verify", store, status=1).stderr
+    padfree("datasets", "--store", store, "--remove", view["id"])
+    assert last_json(padfree("datasets", "--store", store, "--json")) == []
+
+
+def test_one_and_two_ray_workers_and_inline_write_the_same_shards(tmp_path: Path) -> None:
+    source = larger_source(tmp_path)
+    found = {}
+    for workers in (0, 1, 2):
+        store = tmp_path / f"store-{workers}"
+        done = padfree(
+            "pack", source, "--tokenizer", TOKENIZER, "--max-tokens", 2048, "--workers", workers,
+            "--store", store, "--json",
+        )  # fmt: skip
+        view = last_json(done)
+        found[workers] = (view["id"], view["report"], digests(store, view["id"]))
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][2]) > 1
+    assert found[0][1]["rows_packed"] == 6_000
+
+
+@pytest.mark.slow
+def test_f40_packing_killed_again_and_again_ends_as_the_undisturbed_run(tmp_path: Path) -> None:
+    source = larger_source(tmp_path)
+    arguments = ["pack", source, "--tokenizer", TOKENIZER, "--max-tokens", 1024, "--workers", 0, "--json"]
+    undisturbed = last_json(padfree(*arguments, "--store", tmp_path / "calm"))
+    store = tmp_path / "killed"
+    for pause_s in (1.2, 1.7, 2.2, 2.7):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "padfree", *map(str, arguments), "--store", str(store)],
+            stdout=subprocess.DEVNULL,
+        )
+        time.sleep(pause_s)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if store.is_dir():
+            assert last_json(padfree("verify", store, "--json"))["faults"] == []
+    view = last_json(padfree(*arguments, "--store", store))
+    assert view["report"] == undisturbed["report"]
+    assert digests(store, view["id"]) == digests(tmp_path / "calm", view["id"])
+    assert not list(store.rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["pack", "nowhere.jsonl", "--tokenizer", TOKENIZER], 1, r"nowhere\.jsonl"),
+        (["pack", GSM8K], 2, "tokenizer"),
+        (["pack", GSM8K, "--tokenizer", "no-such-folder"], 1, "no-such-folder"),
+        (["pack", GSM8K, "--tokenizer", TOKENIZER, "--max-tokens", "0"], 2, r"packing\.max_tokens.*found 0"),
+        (["pack", GSM8K, "--tokenizer", TOKENIZER, "--strategy", "bestfit"], 2, "did you mean 'best_fit'"),
+        (["pack", GSM8K, "--tokenizer", TOKENIZER, "--loss", "assistant"], 2, "loss"),
+        (["pack", GSM8K, "--tokenizer", TOKENIZER, "--field", "question"], 2, "prompt=question"),
+        (["pack", GSM8K, "--tokenizer", TOKENIZER, "--format", "text"], 1, "text"),
+        (["pack"], 2, "SOURCE"),
+        (["stream", "0" * 32, "--store", "."], 1, "0" * 32),
+        (["verify", "no-such-store"], 2, "no-such-store"),
+        (["datasets", "--url", "http://127.0.0.1:9"], 1, "no padfree service answers"),
+        (["nonsense"], 2, "nonsense"),
+    ],
+)
+def test_wrong_use_is_told(tmp_path: Path, arguments: list[Any], status: int, says: str) -> None:
+    done = padfree(*arguments, cwd=tmp_path, status=status)
+    assert re.search(says, done.stderr, re.DOTALL), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+    for name in ("rows.jsonl.gz", "rows.parquet", "rows.jsonl.zst"):
+        (tmp_path / name).write_bytes(b"hello")
+        done = padfree("pack", tmp_path / name, "--tokenizer", TOKENIZER, status=1, cwd=tmp_path)
+        assert name in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_the_light_verbs_import_no_heavy_package(tmp_path: Path) -> None:
+    code = (
+        "import sys; from padfree.cli import build_parser; build_parser(); import trainer_client;"
+        "heavy = {'ray', 'torch', 'fastapi', 'tokenizers', 'jinja2', 'orjson'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
