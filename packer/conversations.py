@@ -136,7 +136,7 @@ def _from_sharegpt(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         call = _parsed(value, f"{name}.value") if isinstance(value, str) else value
         calls = call if isinstance(call, list) else [call]
         return {"role": "assistant", "content": None, "tool_calls": calls, **rest}
-    if speaker not in _ROLES:
+    if not isinstance(speaker, str) or speaker not in _ROLES:
         known = ", ".join([*_ROLES, "function_call"])
         raise RowProblem(f"field {name}.from: one of {known} is required, found {str(speaker)[:40]!r}")
     if not isinstance(value, str):

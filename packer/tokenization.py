@@ -268,7 +268,7 @@ class Tokenizer:
 
         That holds for byte-level vocabularies without a normaliser other than NFC; None for others.
         A cumulative sum then gives each token's place, and the library need not track it (it costs
-        the library half as much again).
+        the library a fifth to a third more time).
         """
         document = self.bundle.document("tokenizer.json")
         steps = _steps(document.get("pre_tokenizer"), "pretokenizers")

@@ -244,3 +244,8 @@ def test_a_batch_without_rows_and_one_of_bad_rows_alone():
     out = renderer(toy.bundle()).render([])
     assert (len(out.input_ids), len(out.lengths), out.errors) == (0, 0, [])
     assert len(reasons(toy.bundle(), {}, {})) == 2
+
+
+def test_a_speaker_that_is_no_text():
+    [(_, reason)] = reasons(toy.bundle(), {"messages": [{"from": [], "value": "a"}]})
+    assert reason.startswith("field messages[0].from: one of human")
