@@ -14,6 +14,11 @@ from packer.tokenization import Bundle, Tokenizer, TokenizerError
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tokenizer"
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(Bundle.read(EXAMPLE))
+
+
 def renderer(format, bundle=None, fields=None, **options):
     return Renderer(Tokenizer(bundle or toy.bundle()), format=format, fields=fields or {}, **options)
 
@@ -130,8 +135,7 @@ def test_a_bad_half_makes_the_row_bad_and_no_other():
         max_size=5,
     )
 )
-def test_prompt_and_completion_are_encoded_apart(rows):
-    tokenizer = Tokenizer(Bundle.read(EXAMPLE))
+def test_prompt_and_completion_are_encoded_apart(tokenizer, rows):
     out = Renderer(tokenizer, format="prompt_completion", fields={}).render(rows)
     for row, (ids, trained) in zip(rows, split(out), strict=True):
         if not row["prompt"] and not row["completion"]:

@@ -33,6 +33,13 @@ def example():
     return Tokenizer(Bundle.read(EXAMPLE))
 
 
+@pytest.fixture(scope="module")
+def backend():
+    backend = Backend.from_file(str(EXAMPLE / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    return backend
+
+
 def write(bundle, folder):
     folder.mkdir(exist_ok=True)
     for name, data in bundle.files.items():
@@ -177,9 +184,7 @@ def test_chat_templates_and_which_goes_first():
 
 
 @given(batch=st.lists(texts, max_size=6))
-def test_encode_equals_the_library_without_special_tokens(example, batch):
-    backend = Backend.from_file(str(EXAMPLE / "tokenizer.json"))
-    backend.encode_special_tokens = True
+def test_encode_equals_the_library_without_special_tokens(example, backend, batch):
     ids, offsets = example.encode(batch)
     assert (ids.dtype, offsets.dtype) == (np.int32, np.int64)
     got = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
