@@ -2,10 +2,13 @@
 
 Starts the service with an embedded Ray, posts examples/data, trains 30 steps of a tiny model while
 packing goes on, prints what it measured and stops everything it started. All files go to .demo/.
+With --url the same at a running service, which must see the examples under the same path; its token in
+PADFREE_TOKEN.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -23,9 +26,20 @@ FOLDER = ROOT / ".demo"
 OPTIONS = ["--store", str(FOLDER / "store"), "--data-root", str(ROOT / "examples")]
 STEPS = 30
 MAX_TOKENS = 1024
+TOKEN = os.environ.get("PADFREE_TOKEN")
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", help="a running service instead of one of our own")
+    url = parser.parse_args().url
+    return run(url) if url else run_with_service()
+
+
+def run_with_service() -> int:
+    """Start a service, run the demo at it, end it."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     port = free_port()
@@ -66,7 +80,7 @@ def run(url: str) -> int:
             "packing": {"max_tokens": MAX_TOKENS},
         },
     )
-    with PackedStream(url, dataset=view["id"]) as stream:
+    with PackedStream(url, dataset=view["id"], token=TOKEN) as stream:
         result = train(stream, model, STEPS)
         first_batch_s = result.first_batch_s
     while view["state"] in ("queued", "packing"):
@@ -76,7 +90,7 @@ def run(url: str) -> int:
         print(f"the dataset is {view['state']}: {view['error']}", file=sys.stderr)
         return 1
     start = time.perf_counter()
-    with PackedStream(url, dataset=view["id"]) as stream:
+    with PackedStream(url, dataset=view["id"], token=TOKEN) as stream:
         streamed = sum(batch.num_tokens for batch in stream)
     stream_s = time.perf_counter() - start
     print_table(view, result, streamed / stream_s, first_batch_s)
@@ -119,7 +133,10 @@ def free_port() -> int:
 
 
 def call(url: str, body: Any = None) -> dict[str, Any]:
-    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if TOKEN:
+        headers["Authorization"] = f"Bearer {TOKEN}"
+    request = urllib.request.Request(url, headers=headers)
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(request, data, timeout=60) as answer:
         return json.loads(answer.read())

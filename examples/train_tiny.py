@@ -1,4 +1,4 @@
-"""Train a small Llama-shaped model (random weights, CPU) from a padfree stream.
+"""Train a small Llama-shaped model (random weights, on the CPU or a GPU) from a padfree stream.
 
     python examples/train_tiny.py --url http://localhost:8000 --dataset ID --steps 30
 
@@ -8,6 +8,7 @@ The loop is the one of any trainer: `for batch in stream`, `model(**batch.for_tr
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from dataclasses import dataclass
 
@@ -83,9 +84,12 @@ def main() -> None:
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--device", help="for example cuda; default: the CPU")
     args = parser.parse_args()
-    with PackedStream(args.url, dataset=args.dataset) as stream:
-        result = train(stream, tiny_model(args.vocab_size), args.steps)
+    model = tiny_model(args.vocab_size).to(args.device or "cpu")
+    token = os.environ.get("PADFREE_TOKEN")
+    with PackedStream(args.url, dataset=args.dataset, device=args.device, token=token) as stream:
+        result = train(stream, model, args.steps)
     print(f"{result.steps} steps, loss {result.first_loss:.3f} -> {result.last_loss:.3f}")
 
 
