@@ -155,8 +155,7 @@ class Feed:
                 stopped = {"detail": "it was deleted"} if gone else self._manifest.failed()
             cancelled = self._store.exists(cancelled_key(self.dataset))
         except ManifestError as error:
-            log.error("%s", error)
-            stopped = {"title": "ManifestError", "detail": f"its manifest is damaged: {error}"}
+            stopped = _damage(error)
         old, rows = self._snapshot, self._manifest.rows
         same = old is not None and (
             (old.num_packs, old.finished) == (len(rows), self._manifest.finished is not None)
@@ -176,10 +175,27 @@ class Feed:
         return self._snapshot
 
     def _read_view(self) -> dict[str, Any] | None:
-        view = dataset_view(self._store, self.dataset, self._manifest)
+        try:
+            view = dataset_view(self._store, self.dataset, self._manifest)
+        except ManifestError as error:  # one dataset that is damaged must not hide the others
+            return {
+                "id": self.dataset,
+                "name": None,
+                "state": "failed",
+                "progress": {},
+                "report": None,
+                "error": _damage(error),
+            }
         if view is not None and self._store.exists(cancelled_key(self.dataset)):
             view["state"] = "cancelled"
         return view
+
+
+def _damage(error: ManifestError) -> dict[str, Any]:
+    log.error("%s", error)
+    # Without the error's own text: it holds a path of this machine.
+    detail = "its manifest is damaged; run `padfree verify` on the store, the service's log names the file"
+    return {"title": "ManifestError", "detail": detail, "field": None}
 
 
 class Feeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -14,6 +15,8 @@ from service.datasets import views_of_all
 from service.metrics import CONTENT_TYPE
 from service.schemas import Readiness
 from service.state import Service, service_of
+
+log = logging.getLogger("padfree.service")
 
 router = APIRouter(tags=["operation"])
 
@@ -58,5 +61,8 @@ async def metrics(service: Service = Depends(service_of)) -> Response:  # noqa: 
     """Prometheus text."""
     if time.monotonic() >= service.count_again_s:  # it reads the store
         service.count_again_s = time.monotonic() + _COUNT_EVERY_S
-        service.metrics.count_datasets(view["state"] for view in await views_of_all(service))
+        try:
+            service.metrics.count_datasets(view["state"] for view in await views_of_all(service))
+        except OSError as error:  # the other metrics are all the more of interest
+            log.warning("the store cannot be read now: %s", error)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)

@@ -36,7 +36,12 @@ class Metrics:
             buckets=_LATENCIES_S,
             registry=r,
         )
-        self.served_bytes = Counter("padfree_served_bytes_total", "Bytes of packs sent", ["kind"], registry=r)
+        self.served_bytes = Counter(
+            "padfree_served_bytes_total",
+            "Bytes sent in streams, shard files and events",
+            ["kind"],
+            registry=r,
+        )
         self.streams_open = Gauge("padfree_streams_open", "Streams that are open now", registry=r)
         self.streams_ended = Counter(
             "padfree_streams_ended_total",

@@ -147,6 +147,11 @@ def unsatisfiable_range(num_bytes: int, headers: Mapping[str, str]) -> Problem:
     )
 
 
+def internal() -> Problem:
+    detail = "the service met an error of its own; its log has the traceback under this X-Request-Id"
+    return Problem("internal", 500, "Internal error", detail)
+
+
 def read_only() -> Problem:
     detail = "this replica only serves what is packed (PADFREE_PACKING=0); ask one that packs"
     return Problem("read-only", 405, "This replica does not pack", detail)
@@ -196,19 +201,12 @@ async def _validation(_: Request, error: Exception) -> Response:
     return bad_parameter(name, f"{text[:1].lower()}{text[1:]}, found {found}").response()
 
 
-async def _unexpected(_: Request, error: Exception) -> Response:
-    # Starlette logs the traceback: it raises the error on after this answer.
-    detail = "the service met an error of its own; its log has the traceback under this X-Request-Id"
-    return Problem("internal", 500, "Internal error", detail).response()
-
-
 def install(app: FastAPI) -> None:
-    """Answer every error of `app` as a problem."""
+    """Answer every error of `app` as a problem; those of our own are service.requests' matter."""
     app.add_exception_handler(Problem, _problem)
     app.add_exception_handler(StoreError, _store_error)
     app.add_exception_handler(HTTPException, _framework)
     app.add_exception_handler(RequestValidationError, _validation)
-    app.add_exception_handler(Exception, _unexpected)
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

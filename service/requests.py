@@ -1,4 +1,4 @@
-"""Around every request: its id, a log line, and the request metrics."""
+"""Around every request: its id, a log line, the request metrics, and the answer to an error of our own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service import problems
 from service.metrics import Metrics
 
 log = logging.getLogger("padfree.access")
@@ -49,6 +50,11 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, counted)
+        except Exception:
+            # Here, and not in the server, so that log line and answer carry the id.
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if status == 0:
+                await problems.internal().response()(scope, receive, counted)
         finally:
             self._tell(scope, status, num_bytes, time.perf_counter() - since)
             request_id.reset(token)

@@ -85,15 +85,20 @@ def test_every_error_is_a_problem(server):
     assert server.request("PUT", "/v1/datasets").headers["allow"]
 
 
-def test_an_error_of_our_own_tells_nothing_but_that(server, monkeypatch):
+def test_an_error_of_our_own_tells_nothing_but_its_id(server, monkeypatch, caplog):
     def broken(*args):
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr("service.feeds.list_datasets", broken)
-    answer = server.get("/v1/datasets")
+    monkeypatch.setattr(logging.getLogger("padfree"), "propagate", True)
+    answer = server.get("/v1/datasets", X_Request_Id="abc")
+    monkeypatch.undo()
     assert answer.status == 500
     assert answer.json["type"] == "urn:padfree:problem:internal"
     assert b"secret" not in answer.body
+    assert answer.headers["x-request-id"] == "abc"
+    assert "ZeroDivisionError: secret" in caplog.text
+    assert b'route="/v1/datasets",status="500"' in server.get("/metrics").body
 
 
 def test_a_request_has_an_id(server):

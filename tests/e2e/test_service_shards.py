@@ -9,7 +9,7 @@ import pytest
 from packs import build_dataset, commit_partition, fail_dataset, finish_dataset, random_packs, start_dataset
 from serving import running, wait_for
 
-from packer.manifest import dataset_key, shard_key
+from packer.manifest import commit_key, dataset_key, shard_key
 from packer.shard import read_packs
 from packer.store import LocalStore
 
@@ -232,3 +232,17 @@ def test_two_replicas_serve_one_store(tmp_path):
             pages = [server.get(f"/v1/datasets/{dataset}/shards").body for server in (first, second)]
             assert pages[0] == pages[1]
             assert len(json.loads(pages[0])["shards"]) == 3 * (number + 1)
+
+
+def test_a_damaged_manifest_hides_no_other_dataset(tmp_path):
+    good = build_dataset(tmp_path, PACKS, packs_per_shard=5)
+    bad = build_dataset(tmp_path, PACKS[:9], packs_per_shard=5)
+    LocalStore(tmp_path).put(commit_key(bad, 0), b"ARROW1 and no more")
+    with running(tmp_path) as server:
+        states = {view["id"]: view["state"] for view in server.get("/v1/datasets").json["datasets"]}
+        assert states == {good: "ready", bad: "failed"}
+        assert "damaged" in server.get(f"/v1/datasets/{bad}").json["error"]["detail"]
+        answer = server.stream(bad)
+        assert answer.status == 409
+        assert str(tmp_path) not in answer.body.decode()
+        assert server.stream(good).status == 200
