@@ -56,13 +56,14 @@ class Rendered:
 class Renderer:
     """Renders rows of one format for one job.
 
-    fields: our name to the source's name, for messages about rows. loss, add_bos, add_eos: as in the
-    spec. Raises RenderError or TokenizerError where they do not go together.
+    tokenizer: None for ready ids that bring no tokenizer. fields: our name to the source's name, for
+    messages about rows. loss, add_bos, add_eos: as in the spec.
+    Raises RenderError or TokenizerError where they do not go together.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         *,
         format: str,
         fields: Mapping[str, str],
@@ -78,24 +79,33 @@ class Renderer:
                 f"loss: format {format} goes with auto or {' or '.join(allowed)}, found {loss!r}; "
                 "change loss or source.format"
             )
-        self._tokenizer = tokenizer
+        self._given = tokenizer
+        self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 1 << 31
         self._format = format
         self._fields = dict(fields)
         self._loss = allowed[0] if loss == "auto" else loss
         words = format in ("text", "prompt_completion")
-        auto_bos, auto_eos = tokenizer.adds_bos and words, tokenizer.eos_id is not None and words
-        self._bos = _settled("bos", add_bos, auto_bos, tokenizer.bos_id, format)
-        self._eos = _settled("eos", add_eos, auto_eos, tokenizer.eos_id, format)
+        if tokenizer is None and (format != "tokens" or True in (add_bos, add_eos)):
+            raise RenderError("tokenizer.path: a tokenizer is required for all but ready ids, found none")
+        adds_bos, bos_id = (tokenizer.adds_bos, tokenizer.bos_id) if tokenizer else (False, None)
+        eos_id = tokenizer.eos_id if tokenizer else None
+        self._bos = _settled("bos", add_bos, adds_bos and words, bos_id, format)
+        self._eos = _settled("eos", add_eos, eos_id is not None and words, eos_id, format)
         self._warnings: list[str] = []
         self._chats: Chats | None = None
         if format == "messages":
-            self._chats = Chats(tokenizer, masked=self._loss == "assistant", names=self._fields)
+            self._chats = Chats(self._tokenizer, masked=self._loss == "assistant", names=self._fields)
             self._warnings += self._chats.warnings
         elif words and self._eos is None and add_eos == "auto":
             self._warnings.append(
                 "the tokenizer names no EOS token, so none ends an example: a model trained on this does not "
                 "learn to stop; give the tokenizer's whole folder, with tokenizer_config.json"
             )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        assert self._given is not None  # checked when made: only ready ids do without
+        return self._given
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -296,7 +306,7 @@ class Renderer:
         masks: list[NDArray[np.bool_]] = []
         for position, row in enumerate(rows):
             try:
-                row_ids, row_mask = ready_ids(row, self._tokenizer.vocab_size, self._fields)
+                row_ids, row_mask = ready_ids(row, self._vocab_size, self._fields)
                 if self._loss == "all":
                     row_mask = np.ones(len(row_ids), np.bool_)
             except RowProblem as problem:

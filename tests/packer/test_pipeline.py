@@ -23,7 +23,7 @@ from packer.packing import PackPlan
 from packer.pipeline import pad_pack
 from packer.resolve import resolve
 from packer.runners import Done, InlineRunner, WorkerDied
-from packer.spec import parse_spec
+from packer.spec import SpecError, parse_spec
 from packer.store import LocalStore
 from packer.verify import verify_store
 from packer.view import dataset_view, lock_key
@@ -432,6 +432,16 @@ def test_a_plan_that_breaks_a_rule_is_never_stored(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pipeline, "plan", wrong)
     with pytest.raises(PackingFailed, match="do not add up"):
         pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
+
+
+def test_ready_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", tokens(3, 4))
+    packed = pack_document(tmp_path / "store", spec_of(source, None, packing={"max_tokens": 8}))
+    assert lengths(packed) == [3, 4]
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "a"}])
+    with pytest.raises(SpecError, match=r"tokenizer\.path") as caught:
+        pack_document(tmp_path / "store", spec_of(source, None))
+    assert caught.value.field == "tokenizer.path"
 
 
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
