@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from packer import order, shard
+from packer import order
 from packer.manifest import Manifest, ManifestError
 from packer.shard import Stamp, padding_pack
 from packer.store import LocalStore
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, StreamTimeout, UnknownDataset
-from trainer_client.transport import Received, Request, receive
+from trainer_client.transport import Decoder, Received, Request
 
 _MAX_OPEN_SHARDS = 32  # a map holds a file descriptor; a permuted epoch touches shards in any order
 _POLL_S = 0.1
@@ -31,7 +31,7 @@ class FolderTransport:
         self._root = Path(root)
         self._store = LocalStore(root)
         self._manifest = Manifest(self._store, dataset)
-        self._schema = shard.schema(dataset)
+        self._decoder = Decoder(dataset)
         self._timeout_s = timeout_s
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._closed = threading.Event()
@@ -129,17 +129,17 @@ class FolderTransport:
         row = self._manifest.rows[number]
         header_bytes = int(row["header_bytes"])
         start, size = int(row["offset"]), header_bytes + int(row["body_bytes"])
-        # Copied, so that a batch which is kept never keeps a map and its file open.
-        message = np.frombuffer(self._map(int(row["shard"]))[start : start + size], np.uint8).copy()
+        message = self._map(int(row["shard"]))[start : start + size]
         try:
-            _, packs = receive(message, header_bytes, self._schema)
+            # Copies the message: a batch that is kept never keeps a map and its file open.
+            _, pack = self._decoder.decode(message, header_bytes)
         except Lost as error:
             name = self._manifest.shards[int(row["shard"])].key
             raise DataDamaged(
                 f"pack {number} of dataset {self.dataset} ({name}, byte {start}): {error}; "
                 "run `padfree verify`"
             ) from error
-        return Received(pack=packs[0], stamp=stamp, num_bytes=size)
+        return Received(pack=pack, stamp=stamp, num_bytes=size)
 
     def _map(self, index: int) -> memoryview:
         if index in self._maps:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from packer import shard
 from packer.shard import ShardError, read_stamp
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
-from trainer_client.transport import Received, Request, receive
+from trainer_client.transport import Decoder, Received, Request
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
@@ -51,7 +51,7 @@ class HttpTransport:
         self._path = f"{parts.path.rstrip('/')}/v1/datasets/{quote(dataset, safe='')}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._silence_s = silence_s
-        self._schema = shard.schema(dataset)
+        self._decoder = Decoder(dataset)
         self._num_packs: int | None = None
         self._token = token
         self._connection: http.client.HTTPConnection | None = None
@@ -194,10 +194,8 @@ class HttpTransport:
         message = np.empty(header_bytes + body_bytes, np.uint8)
         message[:8], message[8:header_bytes] = prefix, header
         self._fill_into(response, message.data[header_bytes:], "a pack")
-        stamp, packs = receive(message, header_bytes, self._schema)
-        if len(packs) != 1:
-            raise Lost(f"one pack a record batch was asked for, {len(packs)} came", damaged=True)
-        return Received(pack=packs[0], stamp=stamp, num_bytes=len(message))
+        stamp, pack = self._decoder.decode(message.data, header_bytes)
+        return Received(pack=pack, stamp=stamp, num_bytes=len(message))
 
     def _fill(
         self, response: http.client.HTTPResponse, num_bytes: int, what: str, *, silent: bool = False
@@ -238,7 +236,7 @@ class HttpTransport:
         kind = str(problem.get("type", "")).rpartition(":")[2]
         detail = str(problem.get("detail") or body[:200].decode(errors="replace") or response.reason)
         if kind == "unknown-dataset":
-            return UnknownDataset(f"{self._url} has no dataset {self.dataset}: {detail}")
+            return UnknownDataset(f"{self._url}: {detail}")
         if kind in ("dataset-failed", "dataset-cancelled"):
             return DatasetFailed(self.dataset, detail)
         if kind == "dataset-damaged":

@@ -7,10 +7,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import pyarrow as pa
 
-from packer.shard import Pack, ShardError, Stamp, decode_message, verify_message
+from packer import shard
+from packer.shard import Pack, ShardError, Stamp
 from trainer_client.cursor import Split
 from trainer_client.errors import Lost
 
@@ -68,14 +68,29 @@ class Transport(Protocol):
         ...
 
 
-def receive(message: np.ndarray, header_bytes: int, schema: pa.Schema) -> tuple[Stamp, list[Pack]]:
-    """Check and decode a whole message, (num_bytes,) uint8. The packs may be views of it."""
-    try:
-        view = message.data
-        stamp = verify_message(view, header_bytes)
-        return stamp, decode_message(view, schema)
-    except ShardError as error:
-        raise Lost(str(error), damaged=True) from error
+class Decoder:
+    """Checks and decodes the messages of one dataset.
+
+    The message is read as a stream of its own, behind the schema: only so can Arrow be told not to use
+    its threads, which cost more than they save on a pack (measured: 78 against 29 microseconds of CPU
+    for 4,096 tokens) and would take cores from the training loop.
+    """
+
+    def __init__(self, dataset: str) -> None:
+        self._head = shard.schema_message(dataset)
+        self._options = pa.ipc.IpcReadOptions(use_threads=False)
+
+    def decode(self, message: memoryview, header_bytes: int) -> tuple[Stamp, Pack]:
+        """A whole message as its stamp and pack. Raises Lost for bytes that are not as written."""
+        try:
+            stamp = shard.verify_message(message, header_bytes)
+            stream = pa.py_buffer(b"".join((self._head, message)))
+            packs = shard.decode_batch(pa.ipc.open_stream(stream, options=self._options).read_next_batch())
+        except (ShardError, pa.ArrowException, OSError) as error:
+            raise Lost(str(error), damaged=True) from error
+        if len(packs) != 1:
+            raise Lost(f"one pack a record batch was asked for, {len(packs)} came", damaged=True)
+        return stamp, packs[0]
 
 
 def open_transport(
