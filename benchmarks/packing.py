@@ -11,7 +11,7 @@ left out, and the output says so. An environment for them, apart from padfree's 
     python -m venv PEERS && PEERS/bin/pip install trl numba && PEERS/bin/pip install --no-deps axolotl
 
 Every packer gets the same array of lengths, cut to the capacity (split) beforehand, and runs in a process of
-its own, so that times and peak memory are its own. Times are CPU seconds. Prints Markdown.
+its own. Times are CPU seconds without imports and compilation. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -171,45 +171,68 @@ def _prepared(name: str, lengths: np.ndarray[Any, Any], capacity: int) -> Callab
     return lambda: packer(lengths, capacity)
 
 
-def child(name: str, path: str, capacity: int) -> None:
-    try:
-        lengths = np.load(path)
-        run = _prepared(name, lengths, capacity)
-    except ImportError as error:
-        print(json.dumps({"missing": str(error)}))
-        return
-    before = time.process_time()
-    packs = run()
-    seconds = time.process_time() - before
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"packs": packs, "seconds": seconds, "peak": peak}))
+def child(name: str) -> None:
+    """Answer requests, one JSON line each; stay alive, for some peers take long to import."""
+    for line in sys.stdin:
+        path, capacity = json.loads(line)
+        try:
+            run = _prepared(name, np.load(path), capacity)
+        except ImportError as error:
+            print(json.dumps({"missing": str(error)}), flush=True)
+            continue
+        before = time.process_time()
+        packs = run()
+        seconds = time.process_time() - before
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"packs": packs, "seconds": seconds, "peak": peak}), flush=True)
 
 
 # ------------------------------------------------------------------ the run
 
 
 class Bench:
+    """Packers in processes of their own."""
+
     def __init__(self, peer_python: str, folder: str) -> None:
         self.peer_python, self.path = peer_python, str(Path(folder) / "lengths.npy")
         self.missing: dict[str, str] = {}
+        self.running: dict[str, subprocess.Popen[str]] = {}
 
     def measure(self, name: str, lengths: np.ndarray[Any, Any], capacity: int) -> dict[str, Any] | None:
+        """Number of packs, CPU seconds and peak bytes of the process so far; None where it is missing."""
         if name in self.missing:
             return None
+        if name not in self.running:
+            python = sys.executable if name in OURS else self.peer_python
+            self.running[name] = subprocess.Popen(
+                [python, str(Path(__file__)), "--child", name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
         np.save(self.path, lengths)
-        python = sys.executable if name in OURS else self.peer_python
-        command = [python, str(Path(__file__)), "--child", name, self.path, str(capacity)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines()
-        if done.returncode or not lines:
-            reason = (done.stderr.splitlines() or [f"exit {done.returncode}"])[-1]
-            self.missing[name] = reason
-            return None
-        found: dict[str, Any] = json.loads(lines[-1])
+        process = self.running[name]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps([self.path, capacity]) + "\n")
+        process.stdin.flush()
+        found: dict[str, Any] = {"missing": f"its process ended with {process.poll()}"}
+        for line in process.stdout:  # libraries may print too
+            if line.startswith("{"):
+                found = json.loads(line)
+                break
         if "missing" in found:
             self.missing[name] = found["missing"]
             return None
         return found
+
+    def stop(self) -> None:
+        """End all processes, so that the next measurement starts fresh ones."""
+        for process in self.running.values():
+            process.kill()
+            process.communicate()
+        self.running = {}
 
     def compare(self, cases: list[tuple[str, np.ndarray[Any, Any], int]], names: tuple[str, ...]) -> None:
         """A table: packs over the lower bound, and CPU microseconds an example."""
@@ -237,9 +260,10 @@ class Bench:
             n = 100_000
             while n <= largest:
                 lengths = split(synthetic(title, n), capacity)
-                for name in OURS:
+                for name in OURS if n <= 10_000_000 else ("global",):
+                    self.stop()
                     found = self.measure(name, lengths, capacity)
-                    if found is None or (name == "window" and n > 10_000_000):
+                    if found is None:
                         continue
                     fill = int(lengths.sum()) / (found["packs"] * capacity)
                     each = found["seconds"] / len(lengths) * 1e6
@@ -298,18 +322,16 @@ def main() -> None:
         "--million", type=float, default=1e6, help="of each row of the second; 0 leaves it out"
     )
     parser.add_argument("--largest", type=float, default=1e7, help="of the table of scale")
-    parser.add_argument(
-        "--child", nargs=3, metavar=("PACKER", "LENGTHS", "MAX_TOKENS"), help=argparse.SUPPRESS
-    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        child(arguments.child[0], arguments.child[1], int(arguments.child[2]))
+        child(arguments.child)
         return
     n = int(arguments.examples)
     cases = [(s, split(synthetic(s, n), c), c) for s in SYNTHETIC for c in (2048, 8192, 32768)]
     for path in sorted(arguments.data.glob("*.jsonl*")) if arguments.data else []:
         lengths = from_file(path, n)
-        cases += [(path.name.split(".")[0], split(lengths, c), c) for c in (2048, 8192)]
+        cases += [(path.name.split(".")[0], split(lengths, c), c) for c in (4096,)]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.peer_python, folder)
         print(f"{n:,} examples: packs over the lower bound · CPU time an example\n")
@@ -317,10 +339,11 @@ def main() -> None:
         if arguments.million:
             n = int(arguments.million)
             print(f"{n:,} examples\n")
-            large = [("instructions", 4096), ("math", 2048), ("code", 8192)]
+            large = [("instructions", 4096), ("math", 2048)]
             cases = [(s, split(synthetic(s, n), c), c) for s, c in large]
             bench.compare(cases, (*OURS, "trl_one", "axolotl", "ffd", "first_fit"))
         bench.scale(arguments.largest)
+        bench.stop()
         order_table()
         for name, reason in bench.missing.items():
             print(f"left out: {TITLES[name]} ({reason})")

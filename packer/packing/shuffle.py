@@ -75,14 +75,18 @@ def _groups_of_equal_cost(costs: Int64, seed: int) -> Int64:
     Groups are laid out by multiples of the golden ratio modulo 1, shifted by seed (a Kronecker sequence),
     so that any run of groups holds dear and cheap ones evenly and cost says nothing about position.
     """
-    num_groups = max(1, -(-len(costs) // BALANCE_GROUP))
-    by_cost = np.empty(len(costs), np.int64)
-    by_cost[np.argsort(costs, kind="stable")] = np.arange(len(costs))
+    num_packs = len(costs)
+    num_groups = max(1, -(-num_packs // BALANCE_GROUP))
     spread = np.arange(num_groups, dtype=np.uint64) * np.uint64(_GOLDEN)
     spread += np.uint64(derive_seed(seed, _GROUPS))
     place = np.empty(num_groups, np.int64)
     place[np.argsort(spread)] = np.arange(num_groups)
-    return place[by_cost // BALANCE_GROUP]
+    # The group that is not full stands last, so that it does not shift the others against the steps.
+    sizes = np.full(num_groups, BALANCE_GROUP)
+    sizes[place == num_groups - 1] -= num_groups * BALANCE_GROUP - num_packs
+    groups = np.empty(num_packs, np.int64)
+    groups[np.argsort(costs, kind="stable")] = np.repeat(place, sizes)
+    return groups
 
 
 def _argsort(values: Int64, num_bits: int, seed: int | None) -> Int64:
