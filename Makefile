@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test test-all check format lock clean
+.PHONY: venv demo test test-all test-containers check format lock clean
 
 venv: $(VENV)/.complete
 
@@ -25,6 +25,10 @@ test: venv
 test-all: venv
 	$(BIN)/python -m pytest -m "not gpu"
 
+# Needs a container engine (DOCKER_HOST) and root: tests/deploy/test_compose.py says more.
+test-containers: venv
+	$(BIN)/python -m pytest -v --durations=0 tests/deploy/test_compose.py
+
 check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,10 +39,17 @@ format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# New versions: resolve again, for every platform, with hashes and without addresses.
+# New versions: resolve again, for every platform, with hashes and without addresses. The images take the
+# same versions as the tests.
+COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes \
+  --no-emit-index-url --no-header --no-annotate --upgrade
+IMAGES := deploy/requirements
 lock:
-	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-header --no-annotate --upgrade -o requirements.txt
+	$(COMPILE) pyproject.toml --extra dev -o requirements.txt
+	$(COMPILE) -c requirements.txt pyproject.toml -o $(IMAGES)/client.txt
+	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/service.in --extra service -o $(IMAGES)/service.txt
+	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/demo.in -o $(IMAGES)/demo.txt
+	$(COMPILE) $(IMAGES)/build.in -o $(IMAGES)/build.txt
 
 clean:
 	rm -rf $(VENV) .demo build dist
