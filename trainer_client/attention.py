@@ -18,7 +18,8 @@ the model asks for is taken, and named once in the log of this module:
              per segment, on any device and dtype
 
 All but sdpa need CUDA and half precision. What no kernel can do (an attention mask with zeros, sinks,
-position biases, returned attention weights, a KV cache with a past) is refused by name.
+position biases, returned attention weights, a KV cache with a past) is refused by name. Builds may leave
+features out: window, softcap and dropout are tried once on a few tokens before a kernel is trusted with them.
 """
 
 from __future__ import annotations

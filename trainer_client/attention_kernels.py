@@ -6,7 +6,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -99,11 +99,16 @@ def choose(call: Call, backend: str) -> Callable[[Call], torch.Tensor]:
     why = []
     for name in names:
         kernel = KERNELS[name]
+        function = _function(name)
         lacks = kernel.lacks(call)
-        if lacks is None and (function := _function(name)) is not None:
+        if lacks is None and function is None:
+            lacks = f"{kernel.needs} is not installed"
+        if lacks is None:
+            lacks = _ignores(name, function, call)
+        if lacks is None:
             _log_once(name, call)
             return lambda call: kernel.run(call, function)
-        why.append(f"{name}: {lacks or f'{kernel.needs} is not installed'}")
+        why.append(f"{name}: {lacks}")
     raise AttentionRefused(f"no attention kernel can do this: {'; '.join(why)}")
 
 
@@ -115,6 +120,59 @@ def _function(name: str) -> Any:
     if name not in _functions:
         _functions[name] = KERNELS[name].function()
     return _functions[name]
+
+
+_ignored: dict[tuple[str, str, torch.device], bool] = {}
+
+
+def _ignores(name: str, function: Any, call: Call) -> str | None:
+    """What of the call the installed build leaves out without a word, or None.
+
+    flash-attn can be built without softcap and dropout; a build without softcap was seen to take the
+    argument and give wrong numbers. So each feature is tried once, on a few tokens.
+    """
+    for feature in ("window", "softcap", "dropout"):
+        if not getattr(call, feature) or name == "sdpa":
+            continue
+        key = (name, feature, call.q.device)
+        if key not in _ignored:
+            _ignored[key] = not _honours(KERNELS[name], function, feature, call)
+        if _ignored[key]:
+            return f"the installed build does not do {feature}"
+    return None
+
+
+def _honours(kernel: Kernel, function: Any, feature: str, call: Call) -> bool:
+    """Whether the kernel's numbers with one feature are those of attention written out."""
+    generator = torch.Generator().manual_seed(0)
+    device, dtype, num_tokens = call.q.device, call.q.dtype, 48
+    # Wide scores, so that a cap of 2 and a window of 4 change the result a lot.
+    q, k, v = (4 * torch.randn(num_tokens, 2, 64, generator=generator).to(device, dtype) for _ in range(3))
+    cu_seqlens = torch.tensor([0, 16, num_tokens], dtype=torch.int32, device=device)
+    plain = Call(
+        q=q,
+        k=k,
+        v=v,
+        bounds=Boundaries(cu_seqlens, num_tokens - 16),
+        scale=None,
+        causal=True,
+        window=None,
+        softcap=None,
+        dropout=0.0,
+    )
+    values: dict[str, Any] = {"window": 4, "softcap": 2.0, "dropout": 0.5}
+    probe = replace(plain, **{feature: values[feature]})
+    try:
+        devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):  # the run's randomness stays as it is
+            found = kernel.run(probe, function)
+            if feature == "dropout":  # random: it must only do something
+                return not torch.equal(found, kernel.run(plain, function))
+            exact = replace(probe, q=q.float(), k=k.float(), v=v.float())
+            wanted = _per_segment(exact, functional.scaled_dot_product_attention)
+    except (RuntimeError, TypeError, AttentionRefused):
+        return False
+    return torch.allclose(found.float(), wanted, atol=0.1, rtol=0.05)
 
 
 def _log_once(name: str, call: Call) -> None:

@@ -232,6 +232,61 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.parametrize("missing", ["softcap", "window_size", "dropout_p"])
+def test_a_build_that_leaves_a_feature_out_is_not_trusted_with_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn built without softcap takes the argument and gives wrong numbers."""
+    from dataclasses import replace
+
+    from trainer_client import attention_kernels
+    from trainer_client.attention_kernels import KERNELS, Boundaries, Call
+
+    calls = []
+
+    def fake_flash(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
+        window_size=(-1, -1), softcap=0.0, dropout_p=0.0,
+    ):  # fmt: skip
+        given = {"softcap": softcap, "window_size": window_size, "dropout_p": dropout_p}
+        given[missing] = {"softcap": 0.0, "window_size": (-1, -1), "dropout_p": 0.0}[missing]
+        calls.append(given)
+        call = Call(
+            q=q, k=k, v=v, bounds=Boundaries(cu_seqlens_q), scale=softmax_scale, causal=causal,
+            window=None if given["window_size"][0] < 0 else given["window_size"][0] + 1,
+            softcap=given["softcap"] or None, dropout=given["dropout_p"],
+        )  # fmt: skip
+        return attention_kernels._per_segment(call, torch.nn.functional.scaled_dot_product_attention)
+
+    monkeypatch.setitem(KERNELS, "flash2", replace(KERNELS["flash2"], cuda_half_only=False))
+    monkeypatch.setitem(attention_kernels._functions, "flash2", fake_flash)
+    monkeypatch.setattr(attention_kernels, "_ignored", {})
+    tensors = [torch.randn(1, 4, 40, 16, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    options = {"position_ids": torch.tensor([[*range(15), *range(25)]])}
+    plain = attention.attend(torch.nn.Module(), *tensors, backend="flash2", **options)
+    torch.testing.assert_close(
+        plain, attention.attend(torch.nn.Module(), *tensors, backend="sdpa", **options)
+    )
+    features = {
+        "softcap": {"softcap": 2.0},
+        "window_size": {"sliding_window": 4},
+        "dropout_p": {"dropout": 0.5},
+    }
+    for name, option in features.items():
+        if name == missing:
+            with pytest.raises(AttentionRefused, match=f"does not do {missing.split('_')[0]}"):
+                attention.attend(torch.nn.Module(), *tensors, backend="flash2", **options, **option)
+        else:
+            attention.attend(torch.nn.Module(), *tensors, backend="flash2", **options, **option)
+    # Left to choose, another kernel does it.
+    option = features[missing]
+    torch.manual_seed(0)
+    chosen = attention.attend(torch.nn.Module(), *tensors, **options, **option)
+    torch.manual_seed(0)
+    exact = attention.attend(torch.nn.Module(), *tensors, backend="sdpa", **options, **option)
+    torch.testing.assert_close(chosen, exact)
+
+
 def test_dropout_reaches_the_kernel() -> None:
     batch = batch_of()
     attention.register()

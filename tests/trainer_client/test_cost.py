@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from packs import build_dataset, numbered_packs
 
-from packer.shard import Pack
 import trainer_client.adapters  # noqa: F401  # torch is imported before calls are counted
+from packer.shard import Pack
 from trainer_client import PackedStream
 
 

@@ -1,0 +1,86 @@
+"""Batches on a GPU: the right bytes, no buffer reused too early, no wait on the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from packs import build_dataset, random_packs
+
+from trainer_client import PackedStream
+from trainer_client.device import Uploader
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_stream_with_a_device_gives_the_same_tensors_there(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, random_packs(40), packs_per_shard=7)
+    here = list(PackedStream(tmp_path, dataset=dataset, packs_per_step=3))
+    there = list(PackedStream(tmp_path, dataset=dataset, packs_per_step=3, device="cuda"))
+    assert len(here) == len(there) == 13
+    for one, two in zip(here, there, strict=True):
+        kwargs = two.for_transformers(seq_idx=True)
+        for name, value in one.for_transformers(seq_idx=True).items():
+            if isinstance(value, torch.Tensor):
+                assert kwargs[name].device.type == "cuda", name
+                assert torch.equal(kwargs[name].cpu(), value), name
+                assert kwargs[name].dtype == value.dtype
+            else:
+                assert kwargs[name] == value
+        assert two.for_transformers(device="cpu")["input_ids"].device.type == "cpu"
+
+
+def test_no_buffer_is_reused_before_its_copy_is_done() -> None:
+    """The copy stream is kept busy, so that every copy is still to come when the next batch is filled."""
+    uploader = Uploader("cuda", num_slots=2)
+    batches = [pack_batch(seed) for seed in range(24)]
+    busy = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    uploads = []
+    for batch in batches:
+        with torch.cuda.stream(uploader._stream):
+            busy = busy @ busy
+            busy /= busy.norm()
+        uploads.append(uploader.upload(batch))
+    for batch, upload in zip(batches, uploads, strict=True):
+        assert np.array_equal(upload.tensors().input_ids.cpu().numpy(), batch.input_ids)
+
+
+def test_memory_is_not_given_away_while_the_training_stream_reads_it() -> None:
+    """The race of a side stream: a batch is dropped while a slow kernel has yet to read it."""
+    uploader = Uploader("cuda", num_slots=2)
+    slow = torch.randn(8192, 8192, device="cuda")
+    wanted, sums = [], []
+    for seed in range(40):
+        batch = pack_batch(seed)
+        wanted.append(int(batch.input_ids.astype(np.int64).sum()))
+        ids = uploader.upload(batch).tensors().input_ids
+        slow = slow @ slow
+        slow /= slow.norm()
+        sums.append(ids.long().sum())  # runs long after the next uploads were asked for
+        del ids, batch
+    assert [int(value) for value in sums] == wanted
+
+
+def pack_batch(seed: int):
+    from trainer_client.batch import flatten
+
+    packs = random_packs(200, max_tokens=512, seed=seed)
+    return flatten(packs, padding=[False] * 200, epoch=0, step=0, num_items=1, step_done=True, state={})
+
+
+def test_taking_a_batch_waits_for_nothing_on_the_host(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, random_packs(40), packs_per_shard=7)
+    batches = list(PackedStream(tmp_path, dataset=dataset, packs_per_step=3, device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            batch.for_transformers()
+            batch.for_flash_attn()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
