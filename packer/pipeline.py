@@ -186,7 +186,11 @@ def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
             seed=job.spec.shuffle_seed,
             minibatch_size=packing.minibatch_size,
             step_size=packing.step_size,
+            scope=packing.scope,
+            balance=packing.balance,
             overlong=packing.overlong,
+            truncate_side=packing.truncate_side,
+            min_piece=packing.min_piece,
             segment_multiple=packing.segment_multiple,
             pack_multiple=packing.pack_multiple,
         )

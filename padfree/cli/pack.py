@@ -26,6 +26,10 @@ def add(verbs: Any) -> None:
     parser.add_argument("--minibatch-size", type=int, metavar="N", help="examples a pack, for minibatch")
     parser.add_argument("--step-size", type=int, metavar="N", help="examples a step, for step")
     parser.add_argument("--overlong", help="truncate, split, drop or error")
+    parser.add_argument("--truncate-side", help="which end truncate cuts off: right or left")
+    parser.add_argument("--min-piece", type=int, metavar="N", help="shortest piece that split makes")
+    parser.add_argument("--scope", help="best_fit over a window of the stream or global, a whole partition")
+    parser.add_argument("--balance", help="none, or attention: packs of equal attention cost side by side")
     parser.add_argument("--segment-multiple", type=int, metavar="N", help="pad each segment to a multiple")
     parser.add_argument("--pack-multiple", type=int, metavar="N", help="pad each pack to a multiple")
     parser.add_argument("--format", help="text, prompt_completion, messages, tokens or auto")
@@ -88,6 +92,10 @@ def spec_document(args: argparse.Namespace) -> dict[str, Any]:
         strategy=args.strategy,
         max_tokens=args.max_tokens,
         overlong=args.overlong,
+        truncate_side=args.truncate_side,
+        min_piece=args.min_piece,
+        scope=args.scope,
+        balance=args.balance,
         minibatch_size=args.minibatch_size,
         step_size=args.step_size,
         segment_multiple=args.segment_multiple,

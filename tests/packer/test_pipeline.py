@@ -23,7 +23,7 @@ from packer.packing import PackPlan
 from packer.pipeline import pad_pack
 from packer.resolve import resolve
 from packer.runners import Done, InlineRunner, WorkerDied
-from packer.spec import SpecError, parse_spec
+from packer.spec import PackingSpec, SpecError, parse_spec
 from packer.store import LocalStore
 from packer.verify import verify_store
 from packer.view import dataset_view, lock_key
@@ -432,6 +432,26 @@ def test_a_plan_that_breaks_a_rule_is_never_stored(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(pipeline, "plan", wrong)
     with pytest.raises(PackingFailed, match="do not add up"):
         pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
+
+
+def test_every_packing_option_reaches_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field of the spec that the pipeline forgot to hand on would change nothing, silently."""
+    seen: dict[str, Any] = {}
+    real = pipeline.plan
+
+    def spy(lengths: Any, max_tokens: int, **options: Any) -> PackPlan:
+        seen.update(options, max_tokens=max_tokens)
+        return real(lengths, max_tokens, **options)
+
+    monkeypatch.setattr(pipeline, "plan", spy)
+    packed = pack_rows(
+        tmp_path, tokens(3, 4, 9), packing={"max_tokens": 8, "truncate_side": "left", "scope": "global"}
+    )
+    packing = packed.job.spec.packing
+    assert {name: getattr(packing, name) for name in PackingSpec.__dataclass_fields__} == {
+        name: value for name, value in seen.items() if name != "seed"
+    }
+    assert packed.segments[2][0][0] == [28, 29, 30, 31, 32, 33, 34, 35]
 
 
 def test_ready_ids_need_no_tokenizer(tmp_path: Path) -> None:
