@@ -6,6 +6,11 @@
     cut              partitions, a pure function of the indexes and the seed
     read_partition   batches of rows in stream order; every record is a row or a RowError
 
+What is a record: a line of .jsonl (\\n alone ends it; blank lines are none), an element of a .json array
+(a .json file of one object a line is read as .jsonl), a row of .csv (values are text) or of a table, and
+a whole .txt file. A record is at most 256 MiB (values.MAX_ROW_BYTES); a compressed file unpacks to at
+most 256 GiB (values.MAX_UNPACKED_BYTES).
+
 Errors: SourceError (a ValueError) for an input that cannot be read: permanent. A record that cannot be
 read is no exception but a RowError. StoreError (packer.store) where the store cannot be written.
 """

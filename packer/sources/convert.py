@@ -7,7 +7,8 @@ rejected where it stands.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import mmap
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -69,23 +70,39 @@ def table_lines(batches: Iterable[tabular.Rows]) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def open_raw(input: InputFile, store: LocalStore, key: str | None, max_unpacked_bytes: int) -> Iterator[Any]:
-    """A table's file for random access: the input, or a copy under `key`, which is gone afterwards."""
+def open_raw(
+    input: InputFile, store: LocalStore, key: str | None, max_unpacked_bytes: int
+) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A table's file for random access, and a function that lets go of the memory it holds.
+
+    It is the input itself, or a copy under `key`, which is gone afterwards.
+    """
     if key is None:
-        with open_input(input.path):  # a clear error where it is gone
-            pass
-        # Arrow bodies are used where they lie; Parquet pages are read, so that they do not stay mapped.
-        with pa.memory_map(input.path) if input.reader == "arrow" else pa.OSFile(input.path) as file:
-            yield file
+        with open_path(input.path, input.reader) as opened:
+            yield opened
         return
     try:
         with (
             open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream,
-            spool(store, key) as unpacked,
+            spool(store, key) as copy,
         ):
             for block in blocks(stream):
-                unpacked.write(block)
-        with pa.OSFile(str(store.path(key))) as file:
-            yield file
+                copy.write(block)
+        with open_path(str(store.path(key)), input.reader) as opened:
+            yield opened
     finally:
         store.delete(key)
+
+
+@contextlib.contextmanager
+def open_path(path: str, reader: str) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A table's file on this machine, as `open_raw` gives it."""
+    with open_input(path) as file:  # a clear error where it is gone
+        if reader != "arrow":
+            with pa.OSFile(path) as table:
+                yield table, lambda: None
+            return
+        # Arrow bodies are used where they lie, however large a record batch is; pages that were read are
+        # given back, else the whole file would count as this process's memory in the end.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield pa.BufferReader(pa.py_buffer(mapped)), lambda: mapped.madvise(mmap.MADV_DONTNEED)

@@ -23,9 +23,9 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
     """Each record as a line of JSON, at the line number where it begins in the file.
 
     Lines of the file where no record begins (the header, blank lines, the rest of a value over several
-    lines) become blank lines, so that numbers stay true. `names`: the columns in use; None takes all.
-    Raises SourceError for a header that does not tell its columns apart, and for a quote that is not closed:
-    behind it no record can be told from another.
+    lines) come as blank lines before a record, so that numbers stay true. `names`: the columns in use;
+    None takes all. Raises SourceError for a header that does not tell its columns apart, and for a quote
+    that is not closed: behind it no record can be told from another.
     """
     csv.field_size_limit(
         _MAX_FIELD_CHARS
@@ -65,9 +65,7 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
         except RowFault as fault:
             line = fault_line(fault)
         if line:
-            for _ in range(begins - 1 - written):
-                yield b""
-            yield line
+            yield b"\n" * (begins - 1 - written) + line
             written = begins
 
 

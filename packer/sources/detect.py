@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from packer.sources import tabular
+from packer.sources.convert import open_path
 from packer.sources.csvlines import csv_lines
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import BOM, TooLong, read_lines
 from packer.sources.parse import JOIN, RowFault, find, is_missing, parse_converted, parse_object
-from packer.sources.streams import blocks, open_stream
+from packer.sources.remote import is_remote
+from packer.sources.streams import Stream, blocks, open_stream
 from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
 from packer.spec import Format, InputFile, SourceSpec
 
@@ -159,14 +162,14 @@ def _has_lines(input: InputFile, max_unpacked_bytes: int) -> bool:
 
 
 def _parsed(lines: Iterator[bytes]) -> Iterator[dict[str, Any] | RowFault]:
-    for line in filter(None, lines):
+    for line in lines:
         try:
-            yield parse_converted(line)
+            yield parse_converted(line.lstrip())
         except RowFault as fault:
             yield fault
 
 
-def _line_sample(stream: Any) -> Iterator[dict[str, Any] | RowFault]:
+def _line_sample(stream: Stream) -> Iterator[dict[str, Any] | RowFault]:
     num_bytes = 0
     first = True
     for lines in read_lines(stream, max_bytes=_FIRST_RECORD_BYTES, block_bytes=MIB // 4):
@@ -186,18 +189,21 @@ def _line_sample(stream: Any) -> Iterator[dict[str, Any] | RowFault]:
             return
 
 
-def _table_sample(input: InputFile, stream: Any) -> Iterator[dict[str, Any] | RowFault]:
-    with tempfile.TemporaryFile() as unpacked:
-        file = stream
+def _table_sample(input: InputFile, stream: Stream) -> Iterator[dict[str, Any] | RowFault]:
+    with contextlib.ExitStack() as stack:
+        file: Any = stream
         if input.compression is not None:
+            copy = stack.enter_context(tempfile.NamedTemporaryFile())
             for block in blocks(stream):
-                unpacked.write(block)
-            unpacked.seek(0)
-            file = unpacked
-        with tabular.open_table(input.path, file, input.reader) as table:
-            if input.reader == "parquet":
-                batches = tabular.parquet_batches(table, table.schema_arrow.names)
-            else:
-                batches = tabular.arrow_batches(table, frozenset(table.schema.names))
-            for rows in batches:
-                yield from rows
+                copy.write(block)
+            copy.flush()
+            file, _ = stack.enter_context(open_path(copy.name, input.reader))
+        elif not is_remote(input.path):
+            file, _ = stack.enter_context(open_path(input.path, input.reader))
+        table = stack.enter_context(tabular.open_table(input.path, file, input.reader))
+        if input.reader == "parquet":
+            batches = tabular.parquet_batches(table, table.schema_arrow.names)
+        else:
+            batches = tabular.arrow_batches(table, frozenset(table.schema.names), lambda: None)
+        for rows in batches:
+            yield from rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,18 +136,18 @@ def _index_converted(task: _Task, lines: Iterable[bytes], unit: Unit, *what: str
 
 def _index_table(task: _Task) -> FileIndex:
     input = task.input
-    with _open_table(task) as table:
+    with _open_table(task) as (table, forget):
         if input.reader == "parquet":
             columns = tabular.columns_in_use(table.schema_arrow, task.names)
             marks, num_bytes = tabular.parquet_marks(table, columns)
-            by_groups = tabular.fits_partitions(marks, num_bytes) and task.in_place
+            by_groups = tabular.readable_by_group(table, columns) and task.in_place
             if by_groups and not task.random_access:
                 num_records = table.metadata.num_rows
                 file = task.file(layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes)
                 return FileIndex(file=file, marks=marks)
             batches = tabular.parquet_batches(table, columns)
         else:
-            batches = tabular.arrow_batches(table, task.names)
+            batches = tabular.arrow_batches(table, task.names, forget)
         return _index_converted(task, table_lines(batches), "row", *sorted(task.names))
 
 
@@ -175,17 +175,20 @@ def _index_document(task: _Task) -> FileIndex:
                 unpacked.write(block)
                 num_bytes += len(block)
     file = task.file(layout="document", unit="line", num_records=1, num_bytes=num_bytes, spool=key)
-    return FileIndex(file=file, marks=np.array([(0, 0, 1, 0)], MARK))
+    return FileIndex(file=file, marks=np.array([(0, 0, 0, 0, 1)], MARK))
 
 
 @contextlib.contextmanager
-def _open_table(task: _Task) -> Iterator[Any]:
+def _open_table(task: _Task) -> Iterator[tuple[Any, Callable[[], None]]]:
     raw_key = f"{task.key()}-{os.getpid()}.{task.input.reader}"
     with (
-        open_raw(task.input, task.store, None if task.in_place else raw_key, task.max_unpacked_bytes) as raw,
+        open_raw(task.input, task.store, None if task.in_place else raw_key, task.max_unpacked_bytes) as (
+            raw,
+            forget,
+        ),
         tabular.open_table(task.input.path, raw, task.input.reader) as table,
     ):
-        yield table
+        yield table, forget
 
 
 _INDEXERS = {

@@ -79,7 +79,8 @@ class LineIndexer:
         buckets = np.concatenate([[self._bucket], starts // MARK_BYTES])
         new = np.flatnonzero(buckets[1:] != buckets[:-1])
         marks = np.empty(len(new), MARK)
-        marks["ordinal"], marks["offset"], marks["line"] = self.num_records + new, starts[new], lines[new]
+        marks["ordinal"] = marks["begin"] = self.num_records + new
+        marks["offset"], marks["line"] = starts[new], lines[new]
         marks["num_bytes"] = starts[new]
         self._marks.append(marks)
         self._bucket = int(buckets[-1])

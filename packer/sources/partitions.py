@@ -94,7 +94,7 @@ def _spans(indexes: Sequence[FileIndex], firsts: np.ndarray, start: int, stop: i
         low, high = max(start - first, 0), min(stop - first, index.file.num_records)
         if low < high:
             mark = index.marks[np.searchsorted(index.marks["ordinal"], low, side="right") - 1]
-            place = (int(mark["ordinal"]), int(mark["offset"]), int(mark["line"]))
+            place = (int(mark["begin"]), int(mark["offset"]), int(mark["line"]))
             spans.append(Span(file=index.file, first=first, start=low, stop=high, mark=place))
         number += 1
     return tuple(spans)

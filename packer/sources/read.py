@@ -31,7 +31,7 @@ from packer.sources.values import (
     Span,
     Unit,
 )
-from packer.store import LocalStore
+from packer.store import LocalStore, StoreError
 
 BATCH_RECORDS = 1000
 BATCH_BYTES = 8 * MIB
@@ -169,7 +169,13 @@ def read_partition(
 def _open(file: RecordFile, store: LocalStore) -> Iterator[BinaryIO]:
     """The bytes where the records lie; that an input stayed the same is checked before and after."""
     if file.spool is not None:
-        with open(store.path(file.spool), "rb", buffering=0) as spooled:
+        try:
+            spooled = open(store.path(file.spool), "rb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise StoreError(
+                error.errno, f"work file {file.spool} of {file.input.path} is gone; post the dataset again"
+            ) from error
+        with spooled:
             yield spooled
         return
     with open_input(file.input.path) as source:
@@ -222,16 +228,16 @@ def _places_of(span: Span, which: int, ordinal: int, numbers: NDArray[np.int64])
 def _read_row_span(
     span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: _Batcher
 ) -> Iterator[None]:
-    ordinal, group, _ = span.mark
+    begin, group, _ = span.mark
+    ordinal = span.start
     with tabular.open_table(span.file.input.path, file, span.file.input.reader) as table:
         columns = tabular.columns_in_use(table.schema_arrow, names)
-        for rows in tabular.parquet_batches(table, columns, group):
-            low, high = max(0, span.start - ordinal), min(len(rows), span.stop - ordinal)
-            if low < high:
-                numbers = ordinal + 1 + np.arange(low, high)
-                batcher.add_parsed(_places_of(span, which, ordinal + low, numbers), rows[low:high])
-                yield
+        for rows in tabular.parquet_batches(table, columns, group, span.start - begin):
+            rows = rows[: span.stop - ordinal]
+            numbers = ordinal + 1 + np.arange(len(rows))
+            batcher.add_parsed(_places_of(span, which, ordinal, numbers), rows)
             ordinal += len(rows)
+            yield
             if ordinal >= span.stop:
                 return
     raise changed(span.file.input, f"row {span.stop} is not there any more")

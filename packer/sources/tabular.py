@@ -1,14 +1,14 @@
 """Parquet and Arrow files: row groups read in batches, or spooled to JSON Lines for random access.
 
-Parquet is read by row group where that will do: source order, and row groups no larger than a
-partition. Else (a shuffle, large row groups, any Arrow file) the columns in use are spooled once.
+Parquet is read by row group where that will do: in source order, row groups of at most 1 GiB. Else (a
+shuffle, huge row groups, any Arrow file) the columns in use are spooled once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -17,12 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.sources.parse import RowFault
-from packer.sources.partitions import MAX_PARTITION_BYTES
-from packer.sources.values import MARK, MIB, SourceError
+from packer.sources.values import MARK, MARK_BYTES, MIB, SourceError
 
 # A batch holds few rows: what a row takes once decoded is not known before (dictionaries).
 _BATCH_ROWS = 256
 _BATCH_BYTES = 8 * MIB
+# Passing over rows costs decoding them, perhaps a tenth of packing them.
+_MAX_GROUP_BYTES = 1 << 30
+_MAPPED_BYTES = 64 * MIB
 
 
 @contextlib.contextmanager
@@ -56,15 +58,18 @@ def columns_in_use(schema: pa.Schema, names: frozenset[str]) -> list[str]:
 
 
 def parquet_marks(parquet: pq.ParquetFile, columns: list[str]) -> tuple[np.ndarray, int]:
-    """A mark for each row group that has rows, and the text's bytes in all."""
+    """Marks at row groups and, evenly, within large ones; and the text's bytes in all."""
     marks = []
     ordinal = num_bytes = 0
-    for number in range(parquet.num_row_groups):
-        num_rows = parquet.metadata.row_group(number).num_rows
-        if num_rows:
-            marks.append((ordinal, number, ordinal + 1, num_bytes))
+    for group in range(parquet.num_row_groups):
+        num_rows = parquet.metadata.row_group(group).num_rows
+        size = _column_bytes(parquet, group, columns)
+        parts = max(1, min(num_rows, size // MARK_BYTES))
+        for part in range(parts if num_rows else 0):
+            row = num_rows * part // parts
+            marks.append((ordinal + row, num_bytes + size * part // parts, ordinal, group, ordinal + 1))
         ordinal += num_rows
-        num_bytes += _column_bytes(parquet, number, columns)
+        num_bytes += size
     return np.array(marks, MARK), num_bytes
 
 
@@ -79,44 +84,62 @@ def _column_bytes(parquet: pq.ParquetFile, group: int, columns: list[str]) -> in
     )
 
 
-def fits_partitions(marks: np.ndarray, num_bytes: int) -> bool:
-    """Whether every row group is small enough to be the unit of work."""
-    return not np.any(np.diff(np.append(marks["num_bytes"], num_bytes)) > MAX_PARTITION_BYTES)
+def readable_by_group(parquet: pq.ParquetFile, columns: list[str]) -> bool:
+    """Whether the rows before a partition, which are decoded and passed over, are few enough."""
+    groups = range(parquet.num_row_groups)
+    return all(_column_bytes(parquet, group, columns) <= _MAX_GROUP_BYTES for group in groups)
 
 
 Rows = list[dict[str, Any] | RowFault]
 
 
-def parquet_batches(parquet: pq.ParquetFile, columns: list[str], group: int = 0) -> Iterator[Rows]:
-    """The rows from row group `group` on, columns in use alone; a RowFault stands for one unreadable."""
+def parquet_batches(
+    parquet: pq.ParquetFile, columns: list[str], group: int = 0, skip: int = 0
+) -> Iterator[Rows]:
+    """The rows from row `skip` of row group `group` on, columns in use alone.
+
+    A RowFault stands for one unreadable.
+    """
     exotic = not all(_is_plain(parquet.schema_arrow.field(name).type) for name in columns)
     for number in range(group, parquet.num_row_groups):
         num_rows = parquet.metadata.row_group(number).num_rows
         if not columns:  # nothing of what is wanted is there: rows all the same, so that they are counted
-            yield [{} for _ in range(num_rows)]
+            yield [{} for _ in range(num_rows - skip)]
+            skip = 0
             continue
         a_row = _column_bytes(parquet, number, columns) // max(1, num_rows) + 1
         batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
         batches = parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
         for batch in batches:
-            yield rows_of(batch, exotic)
+            passed = min(skip, batch.num_rows)
+            skip -= passed
+            if passed < batch.num_rows:
+                yield rows_of(batch.slice(passed), exotic)
 
 
-def arrow_batches(reader: Any, names: frozenset[str]) -> Iterator[Rows]:
-    """The rows of an Arrow file or stream, columns in use alone."""
+def arrow_batches(reader: Any, names: frozenset[str], forget: Callable[[], None]) -> Iterator[Rows]:
+    """The rows of an Arrow file or stream, columns in use alone.
+
+    `forget` is called after each _MAPPED_BYTES or so, to let go of memory that a mapped file holds.
+    """
     columns = columns_in_use(reader.schema, names)
     exotic = not all(_is_plain(reader.schema.field(name).type) for name in columns)
     is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
+    held = 0
     for whole in batches:
         batch = whole.select(columns)
-        a_row = batch.nbytes // max(1, batch.num_rows) + 1
+        a_row = whole.nbytes // max(1, whole.num_rows) + 1
         step = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
         for start in range(0, whole.num_rows, step):
             if columns:
                 yield rows_of(batch.slice(start, step), exotic)
             else:
                 yield [{} for _ in range(min(step, whole.num_rows - start))]
+            held += step * a_row
+            if held > _MAPPED_BYTES:
+                held = 0
+                forget()
 
 
 def rows_of(batch: pa.RecordBatch, exotic: bool) -> Rows:

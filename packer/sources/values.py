@@ -26,9 +26,12 @@ Unit = Literal["line", "row", "record"]
 # could not be converted. "rows": a table with row groups. "document": one text, one record.
 Layout = Literal["lines", "converted", "rows", "document"]
 
-# Where a reader can begin: `ordinal` of the record within its file, where it lies (`offset`: bytes, or
-# the number of the row group), its `line`, and how much text (`num_bytes`) comes before it.
-MARK = np.dtype([("ordinal", "<i8"), ("offset", "<i8"), ("line", "<i8"), ("num_bytes", "<i8")])
+# Where a file may be cut: `ordinal` of the record within its file, and how much text (`num_bytes`) comes
+# before it. To read it a reader begins at record `begin` (itself, or the first of its row group), which lies
+# at `offset` (bytes, or the number of the row group) in line `line`.
+MARK = np.dtype(
+    [("ordinal", "<i8"), ("num_bytes", "<i8"), ("begin", "<i8"), ("offset", "<i8"), ("line", "<i8")]
+)
 # One a record, and one more for the end: what random access needs.
 OFFSET = np.dtype([("offset", "<i8"), ("line", "<i8")])
 
@@ -136,7 +139,7 @@ class Span:
     first: int
     start: int
     stop: int
-    mark: tuple[int, int, int] = (0, 0, 1)  # ordinal, offset, line
+    mark: tuple[int, int, int] = (0, 0, 1)  # begin, offset, line of a MARK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
