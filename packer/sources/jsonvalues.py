@@ -123,7 +123,7 @@ def _value(buffer: _Buffer, max_bytes: int) -> bytes:
         except json.JSONDecodeError as error:
             cut_off = error.msg.startswith("Unterminated string") or error.pos >= len(buffer.text) - 8
             if buffer.ended or not cut_off:
-                raise buffer.wrong(f"not JSON ({error.msg})", error.pos) from None
+                raise buffer.wrong(f"not JSON ({error.msg.removesuffix(' at')})", error.pos) from None
         except RecursionError:
             raise buffer.wrong("JSON nested too deeply (more than 1000 levels)") from None
         if len(buffer.text) - buffer.at > max_bytes:

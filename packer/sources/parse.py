@@ -43,7 +43,9 @@ def _parse_slowly(raw: bytes) -> Any:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise RowFault(f"not JSON ({error.msg} at column {error.colno}): {excerpt(text)}") from None
+        raise RowFault(
+            f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno}): {excerpt(text)}"
+        ) from None
     except RecursionError:
         raise RowFault("JSON nested too deeply (more than 1000 levels)") from None
     except UnicodeEncodeError:
