@@ -215,10 +215,10 @@ def _take(window: Window, partition: sources.Partition, done: Done) -> None:
         window.succeeded(number, done.value)
     elif isinstance(error, WorkerDied):
         if window.stumbled(number, _killed(partition, error)):
-            log.warning("partition %d is tried again: %s", number, error)
+            log.warning("partition %d is tried again: %s", number, error, extra={"partition": number})
     elif isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft):
         if window.stumbled(number, error):
-            log.warning("partition %d is tried again: %s", number, error)
+            log.warning("partition %d is tried again: %s", number, error, extra={"partition": number})
     else:
         window.failed(number, error)
 

@@ -62,7 +62,15 @@ async def metrics(service: Service = Depends(service_of)) -> Response:  # noqa: 
     if time.monotonic() >= service.count_again_s:  # it reads the store
         service.count_again_s = time.monotonic() + _COUNT_EVERY_S
         try:
+            await service.in_thread(_measure_store, service)
             service.metrics.count_datasets(view["state"] for view in await views_of_all(service))
         except OSError as error:  # the other metrics are all the more of interest
             log.warning("the store cannot be read now: %s", error)
+    service.metrics.show_lags(one.lag for one in service.streams)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+
+
+def _measure_store(service: Service) -> None:
+    space = os.statvfs(service.store.root)
+    service.metrics.store_free_bytes.set(space.f_bavail * space.f_frsize)
+    service.metrics.store_size_bytes.set(space.f_blocks * space.f_frsize)

@@ -6,8 +6,9 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
-from service.requests import request_id
+from service.requests import dataset_id, request_id
 from service.settings import Settings
 
 _UNFINISHED = "ASGI callable returned without completing response."
@@ -23,14 +24,16 @@ class _Text(logging.Formatter):
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {
+        line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if name := request_id.get():
-            line["request_id"] = name
+        partition = getattr(record, "partition", None)
+        dataset = getattr(record, "dataset", None) or dataset_id.get()
+        fields = {"request_id": request_id.get(), "dataset": dataset, "partition": partition}
+        line |= {name: value for name, value in fields.items() if value is not None}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

@@ -75,6 +75,7 @@ class Metrics:
                 ("rows", "rows packed"),
                 ("tokens", "tokens packed"),
                 ("packs", "packs"),
+                ("capacity_tokens", "tokens that fit into the packs; tokens over these is the fill"),
                 ("shards", "shards"),
                 ("partitions", "partitions"),
             )
@@ -85,12 +86,41 @@ class Metrics:
             ["reason"],
             registry=r,
         )
+        self.tasks_running = Gauge(
+            "padfree_tasks_running",
+            "Tasks (an input to index, a partition to pack) that this process has handed out",
+            registry=r,
+        )
+        self.tasks_ended = Counter(
+            "padfree_tasks_ended_total",
+            "Tasks that ended: done, failed, or their worker died; these are tried again",
+            ["how"],
+            registry=r,
+        )
+        self.stream_lag = Gauge(
+            "padfree_stream_lag_steps",
+            "Steps that could be sent to the rank of an open stream, but are not yet",
+            ["dataset", "rank"],
+            registry=r,
+        )
+        self.store_free_bytes = Gauge(
+            "padfree_store_free_bytes", "Free space of the store's file system", registry=r
+        )
+        self.store_size_bytes = Gauge(
+            "padfree_store_size_bytes", "Size of the store's file system", registry=r
+        )
         self.runner_ready = Gauge("padfree_runner_ready", "Whether packing can be done: 1 or 0", registry=r)
 
     def count_datasets(self, states: Iterable[str]) -> None:
         found = list(states)
         for state in ("queued", "packing", "ready", "failed", "cancelled"):
             self.datasets.labels(state).set(found.count(state))
+
+    def show_lags(self, lags: Iterable[tuple[str, int, int]]) -> None:
+        """What the open streams have left: (dataset, rank, steps) each; the others are forgotten."""
+        self.stream_lag.clear()
+        for dataset, rank, steps in lags:
+            self.stream_lag.labels(dataset, str(rank)).set(steps)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -115,6 +115,12 @@ class ChunkReader:
         self._window: _Messages | None = None
         self._at = 0  # within the window
 
+    @property
+    def step(self) -> int:
+        """The step that the next message belongs to."""
+        planned = 0 if self._window is None else len(self._window.pack) - self._at
+        return (self._next - planned) // self._request.packs_per_step
+
     def read(self, max_bytes: int, *, wait: bool = True) -> memoryview | None:
         """The next chunk: at least one message, else at most `max_bytes`. None at the end.
 

@@ -18,6 +18,8 @@ log = logging.getLogger("padfree.access")
 
 # The id of the request that is being handled; the log formatters read it.
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
+# The dataset that a request or a packing thread is about; likewise.
+dataset_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("dataset_id", default=None)
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _QUIET = frozenset({"/healthz", "/readyz", "/metrics"})  # asked for every few seconds
@@ -72,4 +74,5 @@ class RequestContext:
             status,
             num_bytes,
             seconds * 1000,
+            extra={"dataset": scope.get("path_params", {}).get("dataset")},
         )

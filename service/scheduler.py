@@ -19,6 +19,8 @@ from packer.spec import Job, SpecError, job_from_document
 from packer.store import LocalStore
 from service.feeds import cancelled_key
 from service.metrics import Metrics
+from service.requests import dataset_id, request_id
+from service.tasks import CountedRunner
 
 log = logging.getLogger("padfree.service")
 
@@ -48,6 +50,7 @@ class Scheduler:
         self.runner_state = "ok" if self._runner is not None else "starting"
         self._change = threading.Condition()
         self._queue: list[str] = []
+        self._asked_by: dict[str, str] = {}  # dataset: the request that submitted it, for the log
         self._running: dict[str, threading.Event] = {}  # dataset: its cancel
         self._settled: set[str] = set()  # datasets that need no work
         self._stopping = False
@@ -70,6 +73,8 @@ class Scheduler:
         """Pack a dataset whose spec is in the store, when its turn comes."""
         with self._change:
             self._settled.discard(dataset)
+            if name := request_id.get():
+                self._asked_by[dataset] = name
             if dataset not in self._queue and dataset not in self._running:
                 self._queue.append(dataset)
                 self._change.notify_all()
@@ -79,6 +84,7 @@ class Scheduler:
         with self._change:
             if dataset in self._queue:
                 self._queue.remove(dataset)
+                self._asked_by.pop(dataset, None)
             if dataset in self._running:
                 self._running[dataset].set()
 
@@ -163,9 +169,13 @@ class Scheduler:
                     return
                 dataset = self._queue.pop(0)
                 cancel = self._running[dataset] = threading.Event()
+                asked_by = self._asked_by.pop(dataset, None)
+            tokens = dataset_id.set(dataset), request_id.set(asked_by)
             try:
                 self._pack(dataset, cancel)
             finally:
+                dataset_id.reset(tokens[0])
+                request_id.reset(tokens[1])
                 with self._change:
                     del self._running[dataset]
                 self._on_commit(dataset)
@@ -178,14 +188,17 @@ class Scheduler:
         if job is None or self._runner is None:
             return
         log.info("packing %s (%s)", dataset, job.spec.name)
-        since, counted = time.monotonic(), _Counted(self._metrics, self._num_commits(dataset))
+        since = time.monotonic()
+        max_tokens = job.spec.packing.max_tokens
+        counted = _Counted(self._metrics, self._num_commits(dataset), max_tokens=max_tokens)
+        runner = CountedRunner(self._runner, self._metrics)
 
         def on_progress(manifest: Manifest, num_partitions: int) -> None:
             counted.add(manifest)
             self._on_commit(dataset)
 
         try:
-            pack(job, self._store, self._runner, cancel=cancel, on_progress=on_progress)
+            pack(job, self._store, runner, cancel=cancel, on_progress=on_progress)
             how = "ready"
         except PackingFailed as error:
             how = "failed"
@@ -225,8 +238,8 @@ class _Counted:
 
     _REASONS = ("empty", "overlong", "rejected", "untrained")
 
-    def __init__(self, metrics: Metrics, num_commits: int) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, num_commits: int, *, max_tokens: int) -> None:
+        self._metrics, self._max_tokens = metrics, max_tokens
         self._num_commits = num_commits  # counted already, by this run or one before
 
     def add(self, manifest: Manifest) -> None:
@@ -235,6 +248,7 @@ class _Counted:
             packed["rows"].inc(one.get("rows_packed", 0))
             packed["tokens"].inc(one.get("tokens_packed", 0))
             packed["packs"].inc(one.get("num_packs", 0))
+            packed["capacity_tokens"].inc(one.get("num_packs", 0) * self._max_tokens)
             packed["shards"].inc(one.get("num_shards", 0))
             packed["partitions"].inc()
             for reason in self._REASONS:

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from service.scheduler import Scheduler
 
 T = TypeVar("T")
+
+
+class OpenStream(Protocol):
+    @property
+    def lag(self) -> tuple[str, int, int]:
+        """(dataset, rank, steps that could be sent and are not)."""
+        ...
+
 
 _NUM_READERS = 8  # threads that read the store; long work has threads of its own
 
@@ -41,6 +49,7 @@ class Service:
         self.scheduler: Scheduler | None = None  # None: this replica does not pack
         self.stopping = asyncio.Event()  # open streams are to be cut
         self.num_streams = 0
+        self.streams: set[OpenStream] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_by_s = 0.0
         self.count_again_s = 0.0  # time.monotonic when datasets are counted again, for /metrics

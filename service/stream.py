@@ -139,13 +139,21 @@ class _Stream:
 
     def __init__(self, service: Service, feed: Feed, wanted: StreamRequest, since: float) -> None:
         self._service, self._feed, self._wanted, self._since = service, feed, wanted, since
+        self._step, self._ready = wanted.start, wanted.start  # sent up to here; could be sent up to there
         service.num_streams += 1
+        service.streams.add(self)
         service.metrics.streams_open.inc()
 
     def ended(self, how: str) -> None:
         self._service.num_streams -= 1
+        self._service.streams.discard(self)
         self._service.metrics.streams_open.dec()
         self._service.metrics.streams_ended.labels(how).inc()
+
+    @property
+    def lag(self) -> tuple[str, int, int]:
+        """(dataset, rank, steps that could be sent and are not)."""
+        return self._wanted.dataset, self._wanted.rank, max(0, self._ready - self._step)
 
     async def chunks(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
         """The bytes of the stream. Raises CutOff once it has begun, a Problem before."""
@@ -177,7 +185,7 @@ class _Stream:
         while True:
             check_servable(wanted, snapshot)
             ready = ready_steps(wanted, snapshot)
-            stop = ready if last is None else min(ready, last)
+            stop = self._ready = ready if last is None else min(ready, last)
             if stop > step:
                 if step == wanted.start:
                     first.observe(time.perf_counter() - self._since)
@@ -185,6 +193,7 @@ class _Stream:
                 while (data := await self._read(reader, size)) is not None:
                     yield data
                     size = min(2 * size, service.chunk_bytes())
+                    self._step = reader.step
                 step = stop
             if step == last or snapshot.finished:
                 return

@@ -111,7 +111,8 @@ def test_a_request_has_an_id(server):
 
 def test_json_logs_carry_the_request_id(capsys):
     chosen = Settings.from_environment({}, log_format="json")
-    before = {name: logging.getLogger(name).__dict__.copy() for name in ("padfree", "uvicorn")}
+    loggers = {name: logging.getLogger(name) for name in ("padfree", "uvicorn")}
+    before = {name: one.__dict__ | {"handlers": list(one.handlers)} for name, one in loggers.items()}
     token = request_id.set("abc")
     try:
         logs.configure(chosen)

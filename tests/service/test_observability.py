@@ -1,0 +1,128 @@
+"""What operators see: counted tasks, lags of streams, the store's space, ids in the log."""
+
+import json
+import logging
+import re
+import socket
+
+import pytest
+from packs import build_dataset, numbered_packs, random_packs
+from serving import running, wait_for
+
+from packer.runners import InlineRunner, WorkerDied
+from service import logs
+from service.metrics import Metrics
+from service.requests import dataset_id, request_id
+from service.settings import Settings
+from service.tasks import CountedRunner
+
+
+def value(text: str, sample: str) -> float:
+    found = re.search(rf"^{re.escape(sample)} (\S+)$", text, flags=re.MULTILINE)
+    assert found, f"{sample} is not in the metrics"
+    return float(found[1])
+
+
+def fail(error):
+    raise error
+
+
+def test_tasks_are_counted_by_how_they_end():
+    metrics = Metrics()
+    with CountedRunner(InlineRunner(), metrics).open() as tasks:
+        for function, argument in ((abs, -1), (fail, WorkerDied("gone")), (fail, ValueError("bad"))):
+            tasks.submit(function, argument)
+        assert value(metrics.text().decode(), "padfree_tasks_running") == 3
+        ended = [done for _ in range(3) for done in tasks.wait(1.0)]
+        assert len(ended) == 3
+        tasks.submit(abs, -1)  # cancelled when the block ends
+    text = metrics.text().decode()
+    assert value(text, "padfree_tasks_running") == 0
+    for how in ("done", "worker_died", "failed"):
+        assert value(text, f'padfree_tasks_ended_total{{how="{how}"}}') == 1
+
+
+def test_a_counted_runner_is_not_closed_with_a_job():
+    class Inner(InlineRunner):
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    inner = Inner()
+    counted = CountedRunner(inner, Metrics())
+    assert (counted.name, counted.num_workers) == ("inline", 1)
+    counted.close()
+    assert not inner.closed
+
+
+def test_a_rank_that_does_not_read_lags(tmp_path):
+    packs = random_packs(100, max_tokens=8192) * 8
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=200)
+    lag = f'padfree_stream_lag_steps{{dataset="{dataset}",rank="1"}}'
+    with running(tmp_path, max_chunk_bytes=64 << 10) as server:
+        sent = server.service.metrics.served_bytes.labels("stream")
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        connection.connect(("127.0.0.1", server.port))
+        call = f"GET /v1/datasets/{dataset}/stream?rank=1&world_size=2 HTTP/1.1\r\nHost: x\r\n\r\n"
+        connection.sendall(call.encode())
+        wait_for(lambda: sent._value.get() > 0)
+        left = value(server.get("/metrics").body.decode(), lag)
+        assert 200 < left < 400  # of 400 steps; what was sent fills no more than the sockets
+        connection.close()
+        wait_for(lambda: server.service.num_streams == 0)
+        assert lag not in server.get("/metrics").body.decode()
+
+
+def test_the_space_of_the_store_is_told(tmp_path):
+    build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2)
+    with running(tmp_path) as server:
+        text = server.get("/metrics").body.decode()
+    free, size = (value(text, f"padfree_store_{what}_bytes") for what in ("free", "size"))
+    assert 0 < free <= size
+
+
+@pytest.fixture
+def json_logs():
+    loggers = {name: logging.getLogger(name) for name in ("padfree", "uvicorn")}
+    before = {name: one.__dict__ | {"handlers": list(one.handlers)} for name, one in loggers.items()}
+    yield lambda: logs.configure(Settings.from_environment({}, log_format="json"))
+    for name, attributes in before.items():
+        logging.getLogger(name).__dict__.update(attributes)
+
+
+def test_json_logs_carry_dataset_and_partition(json_logs, capsys):
+    tokens = dataset_id.set("d1"), request_id.set("abc")
+    try:
+        json_logs()
+        logging.getLogger("padfree.packer").warning("tried again", extra={"partition": 3})
+        logging.getLogger("padfree.access").info("GET", extra={"dataset": "d2"})
+    finally:
+        dataset_id.reset(tokens[0])
+        request_id.reset(tokens[1])
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert (first["dataset"], first["partition"], first["request_id"]) == ("d1", 3, "abc")
+    assert second["dataset"] == "d2"
+    assert "partition" not in second
+
+
+def test_packing_logs_under_the_request_that_asked_for_it(json_logs, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 20)
+    json_logs()
+    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(tmp_path,)) as server:
+        spec = {"source": {"paths": ["rows.jsonl"]}, "packing": {"max_tokens": 8}}
+        posted = server.request(
+            "POST", "/v1/datasets", headers={"X-Request-Id": "job-7"}, body=json.dumps(spec).encode()
+        )
+        assert posted.status == 202, posted.body
+        dataset = posted.json["id"]
+        server.wait_for_state(dataset, "ready")
+        text = server.get("/metrics").body.decode()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    (ended,) = [line for line in lines if "ended after" in line["message"]]
+    assert (ended["request_id"], ended["dataset"]) == ("job-7", dataset)
+    assert value(text, "padfree_packed_tokens_total") == 60
+    assert (
+        value(text, "padfree_packed_capacity_tokens_total") == value(text, "padfree_packed_packs_total") * 8
+    )
