@@ -81,8 +81,8 @@ class Stack:
             "PADFREE_TOKEN": "secret-of-the-test",
         }
 
-    def run(self, *command: str, check: bool = True, timeout_s: float = 800) -> str:
-        """Standard output of a command; all of it goes to the log."""
+    def run(self, *command: str, check: bool = True, stderr: bool = False, timeout_s: float = 800) -> str:
+        """Standard output of a command (or both streams); all of it goes to the log."""
         done = subprocess.run(
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=timeout_s
         )
@@ -90,7 +90,7 @@ class Stack:
             log.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
         if check and done.returncode != 0:
             pytest.fail(f"{' '.join(command)}: exit status {done.returncode}\n{done.stderr[-3000:]}")
-        return done.stdout
+        return done.stdout + (done.stderr if stderr else "")
 
     def compose(self, *arguments: str, check: bool = True) -> str:
         return self.run(
@@ -273,6 +273,10 @@ def test_packing_goes_on_without_a_killed_worker(stack: Stack, seen: dict[str, A
     stack.kill(victim)
     view = stack.until_ready(seen["large"])
     assert view["progress"]["retries"] >= 1
+    (service,) = stack.containers("service")
+    log = stack.run("docker", "logs", service, stderr=True)
+    retried = [json.loads(line) for line in log.splitlines() if '"partition": ' in line]
+    assert {line["dataset"] for line in retried} == {seen["large"]}
     assert stack.digests(seen["large"]) == seen["digests"]
     until(lambda: int(stack.inspect(victim, ".RestartCount")) > restarts, "the worker is restarted")
     until(lambda: stack.inspect(victim, ".State.Health.Status") == "healthy", "the worker is back")
