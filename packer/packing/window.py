@@ -19,22 +19,73 @@ from bisect import bisect_left
 import numpy as np
 
 from packer.packing.bits import bit_sets, exact_pairs
-from packer.packing.histogram import histogram_best_fit
+from packer.packing.histogram import histogram_best_fit, lower_bound_of
 from packer.packing.shuffle import in_stream_order
 from packer.packing.values import Int64, Layout
 
 WINDOW = 256
+LONG_WINDOW = 1024  # where packs hold few pieces, there are fewer ways to fill a gap
+_FEW_PIECES = 4
 _CHOSEN_PIECES = 2  # of mean length: the room that is filled by choice
+_BLOCK = 8192  # pieces that are packed at once where a window will not do
+_GOOD = 1.001  # packs over the lower bound
 
 
-def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout:
+def window_best_fit(sizes: Int64, capacity: int, window: int | None = None) -> Layout:
     """Pack `sizes`, each in [1, capacity], in one pass over them.
 
+    window: how many pieces wait at once; None takes WINDOW, or LONG_WINDOW where packs hold few pieces, and
+    looks whether that was good enough: where many pieces are over half a pack and short ones are scarce, a
+    window gives them away too early, and the histogram engine takes over, a block of the stream at a time.
     O(log window) comparisons a piece and O(longest waiting piece / 64) words a pack.
     """
     if not len(sizes):
         return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    return _Window(sizes, capacity, window).run()
+    # What no other piece fits beside is a pack as it is, and would only take up places in the window.
+    alone = sizes > capacity - sizes.min()
+    if alone.any():
+        shared = np.flatnonzero(~alone)
+        packed = window_best_fit(sizes[shared], capacity, window)
+        return _merged(Layout(shared[packed.order], packed.offsets), np.flatnonzero(alone))
+    if window is not None:
+        return _Window(sizes, capacity, window).run()
+    few = int(sizes.sum()) * _FEW_PIECES > capacity * len(sizes)
+    layout = _Window(sizes, capacity, LONG_WINDOW if few else WINDOW).run()
+    if _is_good(layout, sizes, capacity):
+        return layout
+    blocks = _in_blocks(sizes, capacity)
+    return blocks if len(blocks.offsets) < len(layout.offsets) else layout
+
+
+def _is_good(layout: Layout, sizes: Int64, capacity: int) -> bool:
+    """Whether no more than one pack, or next to none, could be saved."""
+    num_packs = len(layout.offsets) - 1
+    bound = -(-int(sizes.sum()) // capacity)
+    if num_packs <= max(bound + 1, bound * _GOOD):
+        return True
+    bound = lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)  # higher, but slower to find
+    return num_packs <= max(bound + 1, bound * _GOOD)
+
+
+def _in_blocks(sizes: Int64, capacity: int) -> Layout:
+    orders, counts = [], [np.zeros(1, np.int64)]
+    for first in range(0, len(sizes), _BLOCK):
+        block = in_stream_order(histogram_best_fit(sizes[first : first + _BLOCK], capacity))
+        orders.append(block.order + first)
+        counts.append(np.diff(block.offsets))
+    return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+
+
+def _merged(shared: Layout, alone: Int64) -> Layout:
+    """Packs of several pieces, in the order of their first, and packs of one piece: in stream order."""
+    firsts = np.concatenate([shared.order[shared.offsets[:-1]], alone])
+    counts = np.concatenate([np.diff(shared.offsets), np.ones(len(alone), np.int64)])
+    packs = np.argsort(firsts, kind="stable")
+    place = np.empty(len(packs), np.int64)
+    place[packs] = np.arange(len(packs))
+    pieces = np.argsort(np.repeat(place, counts), kind="stable")
+    order = np.concatenate([shared.order, alone])[pieces]
+    return Layout(order, np.concatenate([[0], np.cumsum(counts[packs])]))
 
 
 class _Window:

@@ -133,6 +133,18 @@ def test_packs_are_as_few_as_the_bound_allows(shape: str) -> None:
     assert sizes.sum() / (windowed * capacity) >= 0.998
 
 
+def test_a_window_that_is_too_small_gives_way_to_blocks() -> None:
+    # Many pieces over half a pack and few kinds of length: a window gives the short ones away too early.
+    rng = np.random.default_rng(1)
+    kinds = np.maximum(rng.lognormal(np.log(5000), 0.6, 300).astype(np.int64) % 4096, 20)
+    sizes = rng.choice(kinds, 30_000)
+    bound = lower_bound_of(np.bincount(sizes, minlength=4097), 4096)
+    assert check(window_best_fit(sizes, 4096, 256), sizes, 4096) > bound * 1.01
+    layout = window_best_fit(sizes, 4096)
+    assert check(layout, sizes, 4096) <= bound * 1.003
+    assert rank_correlation(layout.order, np.arange(len(sizes))) > 0.9  # still near the stream
+
+
 def rank_correlation(a: Int64, b: Int64) -> float:
     return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
 
