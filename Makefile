@@ -8,10 +8,12 @@ BIN := $(VENV)/bin
 venv: $(VENV)/.complete
 
 # torch comes by itself: its wheel differs by machine (CPU or CUDA build), so it has no place in the
-# hashed file; its version does.
+# hashed file; its version does. Some packages in that file ask for torch, hence --no-deps: the file is
+# whole but for torch.
 $(VENV)/.complete: requirements.txt requirements-torch.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps \
+	  -r requirements.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -r requirements-torch.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -e .
 	touch $@
@@ -45,7 +47,7 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes \
   --no-emit-index-url --no-header --no-annotate --upgrade
 IMAGES := deploy/requirements
 lock:
-	$(COMPILE) pyproject.toml --extra dev -o requirements.txt
+	$(COMPILE) --excludes requirements-torch.txt pyproject.toml --extra dev -o requirements.txt
 	$(COMPILE) -c requirements.txt pyproject.toml -o $(IMAGES)/client.txt
 	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/service.in --extra service -o $(IMAGES)/service.txt
 	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/demo.in -o $(IMAGES)/demo.txt
