@@ -62,9 +62,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
 
     Raises BadRow, and the errors of sources, rendering, packing and the store.
     """
-    counters = Counters()
-    rejected: list[sources.RowError] = []
-    rows = _read(job, partition, store, counters, rejected)
+    counters, rejected, rows, faults = _read_checked(job, partition, store)
     if rejected and job.spec.source.on_bad_row == "fail":
         first = min(rejected, key=lambda row: row.example_id)
         raise BadRow(
@@ -80,6 +78,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
     lists = {
         "rejected": [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_LISTED]],
         "overlong": [_about_overlong(rows, row) for row in planned.dropped[:MAX_LISTED].tolist()],
+        "fallbacks": [{"partition": number, "reason": reason} for reason in faults],
     }
     return Commit(
         partition=number,
@@ -94,6 +93,11 @@ def _cached_renderer(root: str, spec_json: bytes, tokenizer_digest: str) -> Rend
     """One renderer a worker process and dataset: loading a tokenizer takes longer than a small task."""
     tokenizer = Tokenizer(Bundle.load(LocalStore(root), tokenizer_digest)) if tokenizer_digest else None
     return make_renderer(parse_spec(json.loads(spec_json)), tokenizer)
+
+
+def renderer_of(job: Job, store: LocalStore) -> Renderer:
+    """The renderer of a job, from the store."""
+    return _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest)
 
 
 def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
@@ -111,15 +115,29 @@ def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
 # ------------------------------------------------------------------ rows
 
 
+def _read_checked(
+    job: Job, partition: sources.Partition, store: LocalStore
+) -> tuple[Counters, list[sources.RowError], _Rows, tuple[str, ...]]:
+    """Read the partition; again where the fast encoder was found wrong on the way, then by the reference.
+
+    Returns counters, rejected rows, rows, and why the fast encoder was given up, if it was.
+    """
+    tokenizer = renderer_of(job, store).tokenizer
+    known = len(tokenizer.encoder_faults) if tokenizer is not None else 0
+    counters, rejected, rows = _read(job, partition, store)
+    faults = tokenizer.encoder_faults[known:] if tokenizer is not None else ()
+    if faults:
+        counters, rejected, rows = _read(job, partition, store)
+        counters.num_fallbacks = 1
+    return counters, rejected, rows, faults
+
+
 def _read(
-    job: Job,
-    partition: sources.Partition,
-    store: LocalStore,
-    counters: Counters,
-    rejected: list[sources.RowError],
-) -> _Rows:
+    job: Job, partition: sources.Partition, store: LocalStore
+) -> tuple[Counters, list[sources.RowError], _Rows]:
     """Read and render the partition; count and leave out empty, untrained and bad rows."""
-    renderer = _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest)
+    counters, rejected = Counters(), list[sources.RowError]()
+    renderer = renderer_of(job, store)
     ids, masks, lengths, examples = [], [], [], []
     locations: list[Sequence[sources.Location]] = []
     for records in sources.read_partition(partition, store=store, fields=dict(job.spec.source.fields)):
@@ -142,13 +160,14 @@ def _read(
         examples.append(records.example_ids)
         locations.append(records.locations)
     counters.rows_rejected = len(rejected)
-    return _Rows(
+    rows = _Rows(
         input_ids=_concat(ids, np.int32),
         loss_mask=_concat(masks, np.bool_),
         offsets=np.concatenate([[0], np.cumsum(_concat(lengths, np.int64))]).astype(np.int64),
         example_ids=_concat(examples, np.int64),
         locations=locations,
     )
+    return counters, rejected, rows
 
 
 def _row_error(records: sources.Records, row: int, reason: str) -> sources.RowError:

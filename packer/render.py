@@ -108,6 +108,11 @@ class Renderer:
         return self._given
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What encodes; None for ready ids that bring none."""
+        return self._given
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """What a careful colleague would say of this job, before any row is read."""
         return tuple(self._warnings)

@@ -34,6 +34,7 @@ class Counters:
     tokens_trained: int = 0
     num_packs: int = 0
     num_shards: int = 0
+    num_fallbacks: int = 0  # partitions made anew by the reference, since the fast encoder gave other ids
     padded_tokens: int = 0  # what padding each mini-batch to its longest would have computed
     padded_real: int = 0  # the real tokens in them
 
@@ -80,5 +81,6 @@ def report(parts: Sequence[Mapping[str, Any]], *, max_tokens: int, **more: Any) 
         "padded_fill": padded_real / padded_tokens if padded_tokens else 0.0,
         "rejected": _listed(parts, "rejected"),  # file, line, unit, reason
         "overlong": _listed(parts, "overlong"),  # file, line, unit, example, num_tokens
+        "fallbacks": _listed(parts, "fallbacks"),  # partition, reason
         **more,
     }

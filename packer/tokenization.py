@@ -26,6 +26,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from packer.bundle import Bundle, TokenizerError
+from packer.fast import CheckedEncoder
 
 __all__ = ["Bundle", "Located", "Tokenizer", "TokenizerError"]
 
@@ -90,6 +91,9 @@ class Tokenizer:
         )
         self.is_control[[i for word, i in self.control_words.items() if word != unknown]] = True
         self._plain_words: dict[str, NDArray[np.int32]] = {}
+        self._encoder = CheckedEncoder(
+            self._encode_slowly, self._backend.to_str, [token.content for token in added.values()]
+        )
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[Bundle]]:
         return Tokenizer, (self.bundle,)  # a spawned child starts its own
@@ -187,40 +191,41 @@ class Tokenizer:
 
         Returns ids (N,) int32, text after text, and offsets (n + 1,) int64.
         """
-        ids: list[NDArray[np.int32]] = []
-        for encodings in self._encodings(texts, plain=True, fast=True):
-            ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
-        return _flat(ids)
+        return self._encoder.encode(texts, plain=True)
+
+    @property
+    def encoder_name(self) -> str:
+        """What makes the ids now (the reference or the fast encoder), with its version."""
+        return self._encoder.name
+
+    @property
+    def encoder_faults(self) -> tuple[str, ...]:
+        """Why the fast encoder was given up at work; empty in all but strange cases."""
+        return tuple(self._encoder.faults)
 
     def encode_chats(self, texts: Sequence[str]) -> Located:
         """Rendered chats to ids (none added; control words are control tokens), each with its place."""
-        if self._token_bytes is None:
-            rows = self._located_rows(texts)
-            sizes = [len(text.encode()) for text in texts]
-        else:
-            parts = [
-                np.array(encoding.ids, np.int32)
-                for encodings in self._encodings(texts, plain=False, fast=True)
-                for encoding in encodings
-            ]
-            sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-            rows = []
-            for text, ids, size in zip(texts, parts, sizes, strict=True):
-                ends = np.cumsum(self._token_bytes[ids])
-                exact = (ends[-1] if len(ends) else 0) == size
-                if exact and (text.isascii() or not self._nfc or unicodedata.is_normalized("NFC", text)):
-                    rows.append((ids, ends - self._token_bytes[ids], ends))
-                else:
-                    rows += self._located_rows([text])
+        sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         bases = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        ids, offsets = _flat([row[0] for row in rows])
-        base = np.repeat(bases[:-1], np.diff(offsets))
-        return Located(
-            ids=ids,
-            offsets=offsets,
-            starts=_flat64([row[1] for row in rows]) + base,
-            ends=_flat64([row[2] for row in rows]) + base,
-        )
+        if self._token_bytes is None:
+            return _located(self._located_rows(texts), bases)
+        ids, offsets = self._encoder.encode(texts, plain=False)
+        ends = np.cumsum(self._token_bytes[ids])
+        totals = np.diff(np.concatenate([[0], ends])[offsets])
+        exact = totals == sizes
+        for i in np.flatnonzero(exact).tolist() if self._nfc else []:
+            exact[i] = texts[i].isascii() or unicodedata.is_normalized("NFC", texts[i])
+        if exact.all():
+            return Located(ids=ids, offsets=offsets, starts=ends - self._token_bytes[ids], ends=ends)
+        odd = iter(self._located_rows([texts[i] for i in np.flatnonzero(~exact).tolist()]))
+        rows = []
+        for i, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+            if exact[i]:
+                row_ends = np.cumsum(self._token_bytes[ids[start:stop]])
+                rows.append((ids[start:stop], row_ends - self._token_bytes[ids[start:stop]], row_ends))
+            else:
+                rows.append(next(odd))
+        return _located(rows, bases)
 
     def encode_plain_word(self, word: str) -> NDArray[np.int32]:
         """A control word as plain text inside a chat, (n,) int32. Raises TokenizerError if it cannot be."""
@@ -235,6 +240,15 @@ class Tokenizer:
                 raise TokenizerError(f"the tokenizer makes the control token {word!r} out of plain text too")
             self._plain_words[word] = ids
         return self._plain_words[word]
+
+    def _encode_slowly(
+        self, texts: Sequence[str], plain: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """As the reference encodes: `tokenizers`."""
+        ids: list[NDArray[np.int32]] = []
+        for encodings in self._encodings(texts, plain=plain, fast=True):
+            ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return _flat(ids)
 
     def _encodings(self, texts: Sequence[str], *, plain: bool, fast: bool) -> Iterator[list[Any]]:
         for batch in _calls(texts):
@@ -278,7 +292,7 @@ class Tokenizer:
             return None
         alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         added = self._backend.get_added_tokens_decoder()
-        sizes = np.full(self.vocab_size, -(1 << 40), np.int64)  # a hole or an odd token: no total is right
+        sizes = np.full(self.vocab_size, -(1 << 32), np.int64)  # a hole or an odd token: no total is right
         for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
             if token_id in added:
                 sizes[token_id] = len(text.encode())
@@ -322,5 +336,16 @@ def _flat(parts: list[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDArray[np
     return flat, offsets.astype(np.int64)
 
 
-def _flat64(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+def _located(
+    rows: list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]], bases: NDArray[np.int64]
+) -> Located:
+    """Rows of (ids, starts, ends) as one; `bases`: where each text begins, in bytes of all of them."""
+    ids, offsets = _flat([row[0] for row in rows])
+    base = np.repeat(bases[:-1], np.diff(offsets))
+    nothing = [np.zeros(0, np.int64)]
+    return Located(
+        ids=ids,
+        offsets=offsets,
+        starts=np.concatenate(nothing + [row[1] for row in rows]) + base,
+        ends=np.concatenate(nothing + [row[2] for row in rows]) + base,
+    )

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from packer.sources import tabular
 from packer.sources.convert import open_path
 from packer.sources.csvlines import csv_lines
@@ -118,7 +120,7 @@ def _looks_like(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bo
     """Whether some record has the field and its first value is no number or object (null may be any)."""
     values = _values(name, sample)
     first = next((value for value in values if value is not None), None)
-    wanted = (list, str) if ours in ("messages", "input_ids") else (str,)
+    wanted = (list, str, np.ndarray) if ours in ("messages", "input_ids") else (str,)
     return bool(values) and (first is None or isinstance(first, wanted))
 
 
