@@ -10,19 +10,20 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packer import sources
+from packer.gather import gather
 from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
 from packer.packing import PackPlan, plan
 from packer.packing.values import Capacity
 from packer.render import Renderer
 from packer.report import MAX_LISTED, PADDED_BATCH, Counters
-from packer.shard import PADDING_ID, Pack, encode_shard
+from packer.shard import PADDING_ID, encode_packs
 from packer.spec import Job, Spec, canonical_json, parse_spec
 from packer.store import LocalStore
 from packer.tokenization import Bundle, Tokenizer
@@ -70,7 +71,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
             'Correct the row, or set source.on_bad_row to "skip" to leave such rows out and list them.'
         )
     planned = _plan(job, rows, counters)
-    shards, index = _write(job, number, _packs(job, rows, planned, counters), store)
+    shards, index = _write(job, number, rows, planned, counters, store)
     if planned.pack_step is not None and job.spec.packing.step_size is not None:
         index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
     counters.num_shards = len(shards)
@@ -262,68 +263,31 @@ def _count(
         counters.padded_real = int(padded.sum())
 
 
-def _packs(job: Job, rows: _Rows, planned: PackPlan, counters: Counters) -> Iterator[Pack]:
-    """The packs of a plan, in order; counts padding and trained tokens as they go by."""
-    packing = job.spec.packing
-    starts = rows.offsets[planned.example] + planned.start
-    for first, end in zip(planned.pack_offsets[:-1], planned.pack_offsets[1:], strict=True):
-        lengths = planned.length[first:end]
-        cu = np.concatenate([[0], np.cumsum(lengths)])
-        # One gather a pack: the token at place t of segment s is token starts[s] + t of the rows.
-        gather = np.arange(cu[-1]) + np.repeat(starts[first:end] - cu[:-1], lengths)
-        ids, mask = rows.input_ids[gather], rows.loss_mask[gather]
-        mask[cu[:-1]] = False  # the last token of one example never predicts the first of the next
-        pack = Pack(
-            input_ids=ids,
-            loss_mask=mask,
-            cu_seqlens=cu.astype(np.int32),
-            example_ids=rows.example_ids[planned.example[first:end]],
-        )
-        if packing.segment_multiple > 1 or packing.pack_multiple > 1:
-            padded = pad_pack(pack, packing.segment_multiple, packing.pack_multiple)
-            counters.tokens_padding += padded.num_tokens - pack.num_tokens
-            counters.tokens_packed += padded.num_tokens - pack.num_tokens
-            pack = padded
-        counters.tokens_trained += pack.num_trained
-        yield pack
-
-
-def pad_pack(pack: Pack, segment_multiple: int, pack_multiple: int, token_id: int = 0) -> Pack:
-    """Pad each segment, then the pack, to a multiple. Padding is a segment of its own, id -1, directly
-    behind what it pads, so that real and padded boundaries can both be read off."""
-    lengths, ids, masks, examples = [], [], [], []
-
-    def padding(size: int) -> None:
-        if size:
-            lengths.append(size)
-            ids.append(np.full(size, token_id, np.int32))
-            masks.append(np.zeros(size, np.bool_))
-            examples.append(PADDING_ID)
-
-    for segment, example in enumerate(pack.example_ids):
-        start, end = pack.cu_seqlens[segment : segment + 2]
-        lengths.append(int(end - start))
-        ids.append(pack.input_ids[start:end])
-        masks.append(pack.loss_mask[start:end])
-        examples.append(int(example))
-        padding(-int(end - start) % segment_multiple)
-    padding(-sum(lengths) % pack_multiple)
-    return Pack(
-        input_ids=np.concatenate(ids),
-        loss_mask=np.concatenate(masks),
-        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
-        example_ids=np.array(examples, np.int64),
-    )
-
-
 # ------------------------------------------------------------------ shards
 
 
-def _write(job: Job, number: int, packs: Iterator[Pack], store: LocalStore) -> tuple[list[Shard], np.ndarray]:
+def _write(
+    job: Job, number: int, rows: _Rows, planned: PackPlan, counters: Counters, store: LocalStore
+) -> tuple[list[Shard], np.ndarray]:
+    """Gather, encode and store the shards of a plan; counts padding and trained tokens as they go by."""
     shards: list[Shard] = []
-    indexes = []
-    for group in _groups(packs):
-        data, index = encode_shard(group, job.dataset)
+    indexes = [np.empty(0, ROWS)]
+    groups = gather(
+        rows.input_ids,
+        rows.loss_mask,
+        rows.offsets,
+        rows.example_ids,
+        planned,
+        segment_multiple=job.spec.packing.segment_multiple,
+        pack_multiple=job.spec.packing.pack_multiple,
+        shard_tokens=SHARD_TOKENS,
+    )
+    for packs in groups:
+        padding = int(packs.lengths[packs.example_ids == PADDING_ID].sum())
+        counters.tokens_padding += padding
+        counters.tokens_packed += padding
+        data, index = encode_packs(packs, job.dataset)
+        counters.tokens_trained += int(index["num_trained"].sum())
         key = shard_key(job.dataset, number, len(shards))
         store.put(key, data)
         indexes.append(shard_rows(len(shards), index))
@@ -331,26 +295,13 @@ def _write(job: Job, number: int, packs: Iterator[Pack], store: LocalStore) -> t
             Shard(
                 index=len(shards),
                 key=key,
-                num_packs=len(group),
-                num_tokens=sum(pack.num_tokens for pack in group),
+                num_packs=len(packs),
+                num_tokens=len(packs.input_ids),
                 num_bytes=len(data),
                 sha256=hashlib.sha256(data).hexdigest(),
             )
         )
-    return shards, np.concatenate(indexes) if indexes else np.empty(0, ROWS)
-
-
-def _groups(packs: Iterator[Pack]) -> Iterator[list[Pack]]:
-    group: list[Pack] = []
-    tokens = 0
-    for pack in packs:
-        group.append(pack)
-        tokens += pack.num_tokens
-        if tokens >= SHARD_TOKENS:
-            yield group
-            group, tokens = [], 0
-    if group:
-        yield group
+    return shards, np.concatenate(indexes)
 
 
 def _about(row: sources.RowError) -> dict[str, Any]:

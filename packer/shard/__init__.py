@@ -13,13 +13,14 @@ Errors: ShardError (a ValueError) for bytes that break a rule of the format.
 """
 
 from packer.shard.decode import decode_batch, decode_message, iter_messages, open_shard, read_packs, validate
-from packer.shard.encode import END_OF_STREAM, encode_message, encode_shard, schema_message
+from packer.shard.encode import END_OF_STREAM, encode_message, encode_packs, encode_shard, schema_message
 from packer.shard.layout import (
     FORMAT_VERSION,
     IGNORE_INDEX,
     PADDING_ID,
     ROW_INDEX,
     Pack,
+    Packs,
     ShardError,
     check,
     padding_pack,
@@ -35,12 +36,14 @@ __all__ = [
     "PADDING_ID",
     "ROW_INDEX",
     "Pack",
+    "Packs",
     "ShardError",
     "Stamp",
     "check",
     "decode_batch",
     "decode_message",
     "encode_message",
+    "encode_packs",
     "encode_shard",
     "iter_messages",
     "open_shard",

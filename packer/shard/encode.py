@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from packer.shard.layout import ROW_INDEX, Pack, check, schema
+from packer.shard.layout import ROW_INDEX, Pack, Packs, check, check_all, schema
 from packer.shard.stamp import STAMP_KEY, Stamp, seal
 
 MAGIC_BYTES = 8  # "ARROW1" and two bytes of padding
@@ -58,39 +58,108 @@ def encode_shard(packs: Iterable[Pack], dataset: str) -> tuple[memoryview, np.nd
 
     Equal packs give equal bytes. Every pack is checked against the rules first (ShardError).
     """
-    sink = pa.BufferOutputStream()
-    rows: list[tuple[int, ...]] = []
-    ends: list[int] = []
+    given = list(packs)
+    for pack in given:
+        check(pack)
+    return encode_packs(Packs.of(given), dataset)
+
+
+def encode_packs(packs: Packs, dataset: str) -> tuple[memoryview, np.ndarray]:
+    """`encode_shard` of packs that lie in flat arrays. ShardError names the first that breaks a rule."""
+    check_all(packs)
     of = schema(dataset)
+    sink = pa.BufferOutputStream()
     blank = {STAMP_KEY: Stamp().encode()}
-    first = MAGIC_BYTES + len(schema_message(dataset))
+    first = MAGIC_BYTES + len(schema_message(dataset))  # the schema is written with the first batch
+    bounds = []
     with pa.ipc.new_file(sink, of, options=_write_options()) as writer:
-        for pack in packs:
-            check(pack)
-            start = sink.tell() or first  # the schema is written with the first batch
-            writer.write_batch(record_batch([pack], of), custom_metadata=blank)
-            lengths = np.diff(pack.cu_seqlens).astype(np.int64)
-            rows.append(
-                (
-                    start,
-                    0,
-                    0,
-                    pack.num_tokens,
-                    pack.num_trained,
-                    pack.num_segments,
-                    int(lengths.max()),
-                    int(lengths @ lengths),
-                )
-            )
-            ends.append(sink.tell())
+        for batch in _batches(packs, of):
+            start = sink.tell() or first
+            writer.write_batch(batch, custom_metadata=blank)
+            bounds.append((start, sink.tell()))
     data = memoryview(bytearray(sink.getvalue()))
-    index = np.array(rows, ROW_INDEX)
-    for row, end in zip(index, ends, strict=True):
-        message = data[row["offset"] : end]
-        row["header_bytes"] = 8 + int.from_bytes(message[4:8], "little")
-        row["body_bytes"] = len(message) - row["header_bytes"]
-        seal(message, Stamp())
+    index = _row_index(packs)
+    for row, (start, end) in enumerate(bounds):
+        message = data[start:end]
+        header_bytes = seal(message, Stamp())
+        index[row]["offset"], index[row]["header_bytes"] = start, header_bytes
+        index[row]["body_bytes"] = len(message) - header_bytes
     return data, index
+
+
+def _batches(packs: Packs, of: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """A record batch of each pack, over slices of the flat arrays: no value is copied but the mask's bits."""
+    tokens, segments = packs.token_offsets, packs.pack_offsets
+    num_tokens, num_segments = np.diff(tokens), np.diff(segments)
+    starts = np.cumsum(packs.lengths) - packs.lengths
+    positions = np.arange(len(packs.input_ids), dtype=np.int32)
+    positions -= np.repeat(starts.astype(np.int32), packs.lengths)
+    longest = _longest(packs).astype(np.int32)
+    numbers = np.arange(len(packs))
+    columns = [
+        _slices(of, "input_ids", packs.input_ids, tokens[:-1], num_tokens),
+        _slices(of, "position_ids", positions, tokens[:-1], num_tokens),
+        _masks(of, packs.loss_mask, tokens),
+        _slices(of, "cu_seqlens", packs.cu_seqlens, segments[:-1] + numbers, num_segments + 1),
+        (pa.Array.from_buffers(pa.int32(), 1, [None, buffer]) for buffer in _pieces(longest, numbers, 1)),
+        _slices(of, "example_ids", packs.example_ids, segments[:-1], num_segments),
+    ]
+    for arrays in zip(*columns, strict=True):
+        yield pa.RecordBatch.from_arrays(list(arrays), schema=of)
+
+
+def _slices(
+    of: pa.Schema, name: str, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray
+) -> Iterator[pa.Array]:
+    """Each slice of `values` as a column of one list."""
+    column = of.field(name).type
+    values = np.ascontiguousarray(values)
+    for buffer, offsets, size in zip(
+        _pieces(values, starts, sizes), _list_offsets(sizes), sizes.tolist(), strict=True
+    ):
+        child = pa.Array.from_buffers(column.value_type, size, [None, buffer])
+        yield pa.Array.from_buffers(column, 1, [None, offsets], children=[child])
+
+
+def _masks(of: pa.Schema, mask: NDArray[np.bool_], tokens: np.ndarray) -> Iterator[pa.Array]:
+    column = of.field("loss_mask").type
+    places = tokens.tolist()
+    for start, end, offsets in zip(places, places[1:], _list_offsets(np.diff(tokens)), strict=False):
+        child = _bool_array(mask[start:end])
+        yield pa.Array.from_buffers(column, 1, [None, offsets], children=[child])
+
+
+def _list_offsets(sizes: np.ndarray) -> Iterator[pa.Buffer]:
+    """The offsets of a column of one list, for each size."""
+    pairs = np.zeros((len(sizes), 2), np.int32)
+    pairs[:, 1] = sizes
+    return _pieces(pairs, np.arange(len(sizes)), 1)
+
+
+def _pieces(values: np.ndarray, starts: np.ndarray, sizes: np.ndarray | int) -> Iterator[pa.Buffer]:
+    """Slices of an array's memory, along its first axis."""
+    width = values.strides[0]
+    whole = pa.py_buffer(values)
+    wide = np.broadcast_to(np.asarray(sizes) * width, np.shape(starts))
+    for start, size in zip((starts * width).tolist(), wide.tolist(), strict=True):
+        yield whole.slice(start, size)
+
+
+def _longest(packs: Packs) -> np.ndarray:
+    return np.maximum.reduceat(packs.lengths, packs.pack_offsets[:-1]) if len(packs) else packs.lengths[:0]
+
+
+def _row_index(packs: Packs) -> np.ndarray:
+    """The row index, without where the messages lie."""
+    index = np.zeros(len(packs), ROW_INDEX)
+    if len(packs):
+        tokens, segments = packs.token_offsets, packs.pack_offsets
+        index["num_tokens"] = np.diff(tokens)
+        index["num_trained"] = np.add.reduceat(packs.loss_mask, tokens[:-1], dtype=np.int64)
+        index["num_segments"] = np.diff(segments)
+        index["max_seqlen"] = _longest(packs)
+        index["sum_squares"] = np.add.reduceat(packs.lengths**2, segments[:-1])
+    return index
 
 
 def encode_message(packs: Sequence[Pack], *, stamp: Stamp) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -101,6 +103,66 @@ class Pack:
     __hash__ = None  # type: ignore[assignment]  # holds arrays: equal by value, not hashable
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packs:
+    """Several packs as one set of flat arrays: what a shard is written from.
+
+    input_ids: (N,) int32 and loss_mask: (N,) bool, all tokens end to end. lengths: (S,) int64, tokens of each
+    segment. example_ids: (S,) int64. pack_offsets: (P + 1,) int64; pack p holds the segments
+    [pack_offsets[p], pack_offsets[p + 1]).
+    """
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    lengths: NDArray[np.int64]
+    example_ids: NDArray[np.int64]
+    pack_offsets: NDArray[np.int64]
+
+    @property
+    def token_offsets(self) -> NDArray[np.int64]:
+        """Where each pack's tokens begin and end, (P + 1,) int64."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])[self.pack_offsets]
+
+    @property
+    def cu_seqlens(self) -> NDArray[np.int32]:
+        """cu_seqlens of all packs end to end, (S + P,) int32; pack p's is [pack_offsets[p] + p, …)."""
+        of_segment = np.repeat(np.arange(len(self.pack_offsets) - 1), np.diff(self.pack_offsets))
+        cu = np.zeros(len(self.lengths) + len(self.pack_offsets) - 1, np.int32)
+        ends = np.cumsum(self.lengths) - self.token_offsets[of_segment]
+        cu[np.arange(len(self.lengths)) + of_segment + 1] = ends
+        return cu
+
+    def __len__(self) -> int:
+        return len(self.pack_offsets) - 1
+
+    def __iter__(self) -> Iterator[Pack]:
+        """The packs, as views."""
+        tokens, cu = self.token_offsets, self.cu_seqlens
+        for p in range(len(self)):
+            first, last = self.pack_offsets[p : p + 2]
+            yield Pack(
+                input_ids=self.input_ids[tokens[p] : tokens[p + 1]],
+                loss_mask=self.loss_mask[tokens[p] : tokens[p + 1]],
+                cu_seqlens=cu[first + p : last + p + 1],
+                example_ids=self.example_ids[first:last],
+            )
+
+    @classmethod
+    def of(cls, packs: Sequence[Pack]) -> Packs:
+        """Packs that were made one by one."""
+
+        def flat(arrays: list[Any], dtype: type) -> Any:
+            return np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype, copy=False)
+
+        return cls(
+            input_ids=flat([pack.input_ids for pack in packs], np.int32),
+            loss_mask=flat([pack.loss_mask for pack in packs], np.bool_),
+            lengths=flat([np.diff(pack.cu_seqlens) for pack in packs], np.int64),
+            example_ids=flat([pack.example_ids for pack in packs], np.int64),
+            pack_offsets=np.cumsum([0, *(pack.num_segments for pack in packs)]),
+        )
+
+
 def padding_pack(token_id: int = 0) -> Pack:
     """A pack without trained tokens, for a rank that has none left in the last step."""
     return Pack(
@@ -109,6 +171,27 @@ def padding_pack(token_id: int = 0) -> Pack:
         cu_seqlens=np.array([0, 1], np.int32),
         example_ids=np.array([PADDING_ID], np.int64),
     )
+
+
+def check_all(packs: Packs) -> None:
+    """`check` every pack, all at once. Raises ShardError for the first that breaks a rule, naming it."""
+    lengths, ids, mask = packs.lengths, packs.input_ids, packs.loss_mask
+    starts = np.cumsum(lengths) - lengths
+    padding = np.repeat(packs.example_ids == PADDING_ID, lengths) if PADDING_ID in packs.example_ids else None
+    if (
+        (lengths <= 0).any()
+        or (np.diff(packs.pack_offsets) <= 0).any()
+        or not len(ids) == len(mask) == lengths.sum()
+        or mask[starts].any()
+        or (padding is not None and mask[padding].any())
+        or (len(ids) and ids.min() < 0)
+    ):
+        for number, pack in enumerate(packs):
+            try:
+                check(pack)
+            except ShardError as error:
+                raise ShardError(f"pack {number}: {error}") from None
+        raise ShardError("the packs do not hold all the tokens that are there")
 
 
 def check(pack: Pack) -> None:

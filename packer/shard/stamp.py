@@ -124,8 +124,8 @@ def verify_message(message: bytes | bytearray | memoryview, header_bytes: int) -
     return stamp
 
 
-def seal(message: memoryview, stamp_of: Stamp) -> None:
-    """Write checksum and length into the stamp of a fresh message, in place."""
+def seal(message: memoryview, stamp_of: Stamp) -> int:
+    """Write checksum and length into the stamp of a fresh message, in place. Returns its header's bytes."""
     header_bytes = 8 + int.from_bytes(message[4:8], "little")
     at = _find_stamp(message[:header_bytes])
     stamp = Stamp(body_bytes=len(message) - header_bytes, padding=stamp_of.padding)
@@ -140,3 +140,4 @@ def seal(message: memoryview, stamp_of: Stamp) -> None:
         step_done=stamp_of.step_done,
         padding=stamp_of.padding,
     ).encode()
+    return header_bytes
