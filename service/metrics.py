@@ -111,6 +111,22 @@ class Metrics:
         )
         self.runner_ready = Gauge("padfree_runner_ready", "Whether packing can be done: 1 or 0", registry=r)
 
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """To Prometheus a counter that first shows up at 1 has not risen: its first count would be lost."""
+        for metric, values in (
+            (self.served_bytes, ("stream", "shard", "events")),
+            (self.streams_ended, ("complete", "disconnected", "cut", "refused")),
+            (self.first_batch_seconds, ("ready", "packing")),
+            (self.wait_seconds, ("reader", "packing")),
+            (self.jobs_ended, ("ready", "failed", "busy", "cancelled", "error")),
+            (self.tasks_ended, ("done", "worker_died", "failed")),
+            (self.rows_left_out, ("empty", "overlong", "rejected", "untrained")),
+        ):
+            for value in values:
+                metric.labels(value)
+
     def count_datasets(self, states: Iterable[str]) -> None:
         found = list(states)
         for state in ("queued", "packing", "ready", "failed", "cancelled"):

@@ -338,7 +338,9 @@ def test_data_is_still_there_after_down_and_up(stack: Stack, seen: dict[str, Any
 # ------------------------------------------------------------------ Prometheus
 
 
-def test_prometheus_scrapes_all_and_answers_the_dashboard(stack: Stack, tmp_path: Path) -> None:
+def test_prometheus_scrapes_all_and_answers_the_dashboard(
+    stack: Stack, seen: dict[str, Any], tmp_path: Path
+) -> None:
     """With Debian's own Prometheus: deploy/prometheus is what it runs on."""
     (tmp_path / "Dockerfile").write_text(
         f"FROM {BASE_IMAGE}\n"
@@ -363,8 +365,13 @@ def test_prometheus_scrapes_all_and_answers_the_dashboard(stack: Stack, tmp_path
 
     found = until(targets, "the service and the Ray nodes are scraped")
     assert sorted(one["labels"]["job"] for one in found) == ["padfree", "ray", "ray", "ray"]
-    stack.client("stream", stack.post("examples/data/gsm8k_1000.jsonl", "sample"))
+    stack.call("DELETE", f"/v1/datasets/{seen['sample']}")
+    dataset = stack.post("examples/data/gsm8k_1000.jsonl", "sample")
+    stack.client("stream", dataset)
+    stack.until_ready(dataset)
     time.sleep(25)  # rates need two scrapes
+    packed = "sum(increase(padfree_packed_rows_total[2m]))"
+    assert float(_ask(stack, "query", query=packed)["result"][0]["value"][1]) > 900
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/padfree.json").read_text())
     empty = []
     for panel in dashboard["panels"]:

@@ -42,6 +42,14 @@ def test_tasks_are_counted_by_how_they_end():
         assert value(text, f'padfree_tasks_ended_total{{how="{how}"}}') == 1
 
 
+def test_counters_are_there_before_they_count():
+    """Else the first failure would raise no alert: a rate needs a zero to rise from."""
+    text = Metrics().text().decode()
+    assert value(text, 'padfree_jobs_ended_total{how="failed"}') == 0
+    assert value(text, 'padfree_streams_ended_total{how="cut"}') == 0
+    assert value(text, 'padfree_rows_left_out_total{reason="rejected"}') == 0
+
+
 def test_a_counted_runner_is_not_closed_with_a_job():
     class Inner(InlineRunner):
         closed = False
