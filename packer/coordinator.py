@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packer import sources
-from packer.manifest import Manifest, dataset_key, write_commit
+from packer.manifest import Manifest, dataset_key, lock_key, write_commit
 from packer.packing import partition_multiple
 from packer.pipeline import pack_partition
 from packer.report import report
 from packer.runners import Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import LocalStore, NoSpaceLeft, StoreError
-from packer.view import lock_key
 
 log = logging.getLogger("padfree.packer")
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
+from packer.order import step_sizes
 from packer.shard import ROW_INDEX
 from packer.store import LocalStore
 
@@ -61,6 +63,11 @@ def commit_key(dataset: str, partition: int) -> str:
 
 def shard_key(dataset: str, partition: int, number: int) -> str:
     return dataset_key(dataset, f"shards/{partition:06d}-{number:03d}.arrow")
+
+
+def lock_key(dataset: str) -> str:
+    """Held by the process that packs the dataset."""
+    return f"locks/{dataset}"
 
 
 def shard_rows(shard: int, index: np.ndarray, steps: np.ndarray | None = None) -> np.ndarray:
@@ -139,6 +146,13 @@ class Manifest:
     def rows(self) -> np.ndarray:
         return self._rows[: self._num_packs]
 
+    def step_sizes(self) -> NDArray[np.int64] | None:
+        """Packs of each optimiser step in commit order, (n,) int64, of a "step" dataset.
+
+        None for any other, and where nothing is committed yet. A step is committed whole.
+        """
+        return step_sizes_of(self.rows, self.dataset)
+
     def refresh(self) -> bool:
         """Read what was committed since. Returns whether there was anything new."""
         if self.finished is not None:
@@ -189,6 +203,16 @@ class Manifest:
         self._rows[self._num_packs : end] = rows
         self._num_packs = end
         self.counters.append(commit.counters)
+
+
+def step_sizes_of(rows: np.ndarray, dataset: str) -> NDArray[np.int64] | None:
+    """`Manifest.step_sizes` of a row index. Raises ManifestError where steps are torn apart."""
+    if len(rows) == 0 or rows["step"][0] < 0:
+        return None
+    try:
+        return step_sizes(rows["step"])
+    except ValueError as error:
+        raise ManifestError(f"dataset {dataset}: {error}; run `padfree verify`") from error
 
 
 def list_datasets(store: LocalStore) -> Sequence[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packer.manifest import Manifest
+from packer.manifest import Manifest, lock_key
 from packer.report import total
 from packer.store import LocalStore
 
@@ -46,8 +46,3 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
         "error": failed,
         "spec": document["spec"],
     }
-
-
-def lock_key(dataset: str) -> str:
-    """Held by the process that packs the dataset."""
-    return f"locks/{dataset}"

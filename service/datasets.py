@@ -14,10 +14,9 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from packer.manifest import dataset_key
+from packer.manifest import dataset_key, lock_key
 from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
 from packer.store import LocalStore
-from packer.view import lock_key
 from service import problems, uploads
 from service.auth import known_parameters_only
 from service.feeds import cancelled_key

@@ -17,7 +17,7 @@ from packer.manifest import Manifest, ManifestError
 from packer.shard import Stamp, padding_pack
 from packer.store import LocalStore
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, StreamTimeout, UnknownDataset
-from trainer_client.transport import Decoder, Received, Request
+from trainer_client.transport import Received, Request, decode
 
 _MAX_OPEN_SHARDS = 32  # a map holds a file descriptor; a permuted epoch touches shards in any order
 _POLL_S = 0.1
@@ -31,7 +31,6 @@ class FolderTransport:
         self._root = Path(root)
         self._store = LocalStore(root)
         self._manifest = Manifest(self._store, dataset)
-        self._decoder = Decoder(dataset)
         self._timeout_s = timeout_s
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._closed = threading.Event()
@@ -132,7 +131,7 @@ class FolderTransport:
         message = self._map(int(row["shard"]))[start : start + size]
         try:
             # Copies the message: a batch that is kept never keeps a map and its file open.
-            _, pack = self._decoder.decode(message, header_bytes)
+            _, pack = decode(message, header_bytes)
         except Lost as error:
             name = self._manifest.shards[int(row["shard"])].key
             raise DataDamaged(

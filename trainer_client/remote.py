@@ -22,7 +22,7 @@ import pyarrow as pa
 from packer import shard
 from packer.shard import ShardError, read_stamp
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
-from trainer_client.transport import Decoder, Received, Request
+from trainer_client.transport import Received, Request, decode
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
@@ -51,7 +51,6 @@ class HttpTransport:
         self._path = f"{parts.path.rstrip('/')}/v1/datasets/{quote(dataset, safe='')}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._silence_s = silence_s
-        self._decoder = Decoder(dataset)
         self._num_packs: int | None = None
         self._token = token
         self._connection: http.client.HTTPConnection | None = None
@@ -194,7 +193,7 @@ class HttpTransport:
         message = np.empty(header_bytes + body_bytes, np.uint8)
         message[:8], message[8:header_bytes] = prefix, header
         self._fill_into(response, message.data[header_bytes:], "a pack")
-        stamp, pack = self._decoder.decode(message.data, header_bytes)
+        stamp, pack = decode(message.data, header_bytes)
         return Received(pack=pack, stamp=stamp, num_bytes=len(message))
 
     def _fill(

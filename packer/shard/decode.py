@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from packer.shard.encode import CONTINUATION, MAGIC_BYTES
-from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check, schema
+from packer.shard.encode import CONTINUATION, MAGIC_BYTES, schema_message
+from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check
 from packer.shard.stamp import Stamp, read_stamp, verify_message
+
+_NAMES = [each.name for each in FIELDS]
+_PLACES = [_NAMES.index(name) for name in ("input_ids", "loss_mask", "cu_seqlens", "example_ids")]
 
 
 def decode_batch(batch: pa.RecordBatch) -> list[Pack]:
     """The packs of a record batch; arrays are views of its buffers where Arrow allows it."""
-
-    def column(name: str) -> tuple[np.ndarray, np.ndarray]:
-        array = batch.column(name)
-        values = array.values
-        flat = (
-            values.to_numpy(zero_copy_only=False)
-            if pa.types.is_boolean(values.type)
-            else values.to_numpy(zero_copy_only=True)
-        )
-        return flat, array.offsets.to_numpy(zero_copy_only=True)
-
-    ids, mask, cu, examples = (
-        column(name) for name in ("input_ids", "loss_mask", "cu_seqlens", "example_ids")
-    )
-
-    def cut(pair: tuple[np.ndarray, np.ndarray], row: int) -> np.ndarray:
-        flat, offsets = pair
-        return flat[offsets[row] : offsets[row + 1]]
-
-    return [
-        Pack(
-            input_ids=cut(ids, row),
-            loss_mask=cut(mask, row),
-            cu_seqlens=cut(cu, row),
-            example_ids=cut(examples, row),
-        )
-        for row in range(batch.num_rows)
-    ]
+    ids, mask, cu, examples = (batch.column(place) for place in _PLACES)
+    columns = [(array.values.to_numpy(), array.offsets.to_numpy()) for array in (ids, cu, examples)]
+    columns.append((_bools(mask.values), mask.offsets.to_numpy()))
+    packs = []
+    for row in range(batch.num_rows):
+        cut = [flat[offsets[row] : offsets[row + 1]] for flat, offsets in columns]
+        packs.append(Pack(input_ids=cut[0], cu_seqlens=cut[1], example_ids=cut[2], loss_mask=cut[3]))
+    return packs
 
 
-def decode_message(message: bytes | bytearray | memoryview, of: pa.Schema | None = None) -> list[Pack]:
-    """The packs of one record batch message (not checked: see verify_message). Raises ShardError."""
+def _bools(array: pa.Array) -> NDArray[np.bool_]:
+    """Arrow's bits as booleans; numpy does it in half the time."""
+    if len(array) == 0:
+        return np.empty(0, np.bool_)
+    bits = np.frombuffer(array.buffers()[1], np.uint8)
+    unpacked = np.unpackbits(bits, count=array.offset + len(array), bitorder="little")
+    return unpacked[array.offset :].view(np.bool_)
+
+
+@functools.cache
+def _before_batch() -> tuple[bytes, pa.ipc.IpcReadOptions]:
+    return schema_message(""), pa.ipc.IpcReadOptions(use_threads=False)
+
+
+def decode_message(message: bytes | bytearray | memoryview) -> list[Pack]:
+    """The packs of one record batch message (not checked: see verify_message). Raises ShardError.
+
+    The message is copied and read as a stream of its own, behind the schema: only so can Arrow be told not
+    to use its threads, which cost more than they save on a pack (85 against 23 microseconds of CPU for
+    4,096 tokens) and would take cores from a training loop.
+    """
+    head, options = _before_batch()
     try:
-        batch = pa.ipc.read_record_batch(pa.py_buffer(message), of or schema(""))
-    except (pa.ArrowException, OSError) as error:
+        stream = pa.ipc.open_stream(pa.py_buffer(b"".join((head, message))), options=options)
+        batch = stream.read_next_batch()
+    except (pa.ArrowException, OSError, StopIteration) as error:
         raise ShardError(f"not a record batch of this format: {error}") from error
     return decode_batch(batch)
 

@@ -43,9 +43,8 @@ def _remove(args: argparse.Namespace) -> None:
     if args.url:
         common.request(args, "DELETE", f"/v1/datasets/{args.remove}")
         return
-    from packer.manifest import dataset_key, list_datasets
+    from packer.manifest import dataset_key, list_datasets, lock_key
     from packer.store import LocalStore
-    from packer.view import lock_key
 
     store = LocalStore(common.store_folder(args, must_exist=True))
     if args.remove not in list_datasets(store):

@@ -18,14 +18,14 @@ from packing_job import Packed, pack_document, read_back, spec_of, write_rows, w
 
 from packer import coordinator, pipeline
 from packer.coordinator import Busy, Cancelled, PackingFailed, pack
-from packer.manifest import Manifest, dataset_key
+from packer.manifest import Manifest, dataset_key, lock_key
 from packer.packing import PackPlan
 from packer.resolve import resolve
 from packer.runners import Done, InlineRunner, WorkerDied
 from packer.spec import PackingSpec, SpecError, parse_spec
 from packer.store import LocalStore
 from packer.verify import verify_store
-from packer.view import dataset_view, lock_key
+from packer.view import dataset_view
 
 
 def pack_rows(tmp_path: Path, rows: list[Any], **more: Any) -> Packed:
