@@ -45,8 +45,9 @@ class Snapshot:
     """A dataset at one moment. Arrays and shards only ever grow, so it stays true of its part.
 
     rows: (num_packs,) of manifest.ROWS. trained_ends: (num_packs + 1,) int64, trained tokens before
-    each pack. shards may have grown since: index it, do not iterate it. `stopped`: why no more packs
-    come although the dataset is not finished, as failed.json or cancelled.json tell it.
+    each pack. step_sizes: of a "step" dataset, the packs of each optimiser step in commit order. shards
+    may have grown since: index it, do not iterate it. `stopped`: why no more packs come although the
+    dataset is not finished, as failed.json or cancelled.json tell it.
     """
 
     rows: np.ndarray
@@ -54,6 +55,7 @@ class Snapshot:
     shards: list[Shard]
     num_shards: int
     finished: bool
+    step_sizes: NDArray[np.int64] | None = None
     cancelled: bool = False
     stopped: dict[str, Any] | None = None
 
@@ -147,9 +149,10 @@ class Feed:
     # In a thread, one at a time.
 
     def _read(self) -> Snapshot:
-        stopped, cancelled = None, False
+        stopped, cancelled, step_sizes = None, False, None
         try:
             self._manifest.refresh()
+            step_sizes = self._manifest.step_sizes()
             if self._manifest.finished is None:
                 gone = not self._store.exists(dataset_key(self.dataset, "spec.json"))
                 stopped = {"detail": "it was deleted"} if gone else self._manifest.failed()
@@ -169,6 +172,7 @@ class Feed:
             shards=self._manifest.shards,
             num_shards=len(self._manifest.shards),
             finished=self._manifest.finished is not None,
+            step_sizes=step_sizes,
             cancelled=cancelled,
             stopped=stopped,
         )

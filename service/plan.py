@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -17,17 +17,18 @@ from numpy.typing import NDArray
 
 from packer import order, shard
 from packer.shard import Stamp
-from service.epochs import EpochOrder
+from service.epochs import BlockCache, EpochOrder, StepsCache
 from service.feeds import Snapshot
 from service.files import ShardFiles, WouldBlock
 
 _WINDOW = 1024  # messages planned at once
-_FILLER = -1
+_FILLER = order.FILLER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """What one rank asks for. Checked where it is parsed."""
+    """What one rank asks for. Checked where it is parsed. Steps are loop steps: in a "step" dataset the
+    micro-batches of its optimiser steps."""
 
     dataset: str
     rank: int = 0
@@ -37,9 +38,11 @@ class StreamRequest:
     start: int = 0
     shuffle_seed: int | None = None
     max_steps: int | None = None
+    stride: int = 1
     offset: int = 0
     tail: Literal["drop", "pad"] = "drop"
     batches: Literal["step", "pack"] = "step"
+    balance: Literal["none", "attention"] = "none"
 
     @property
     def packs_a_step(self) -> int:
@@ -50,25 +53,60 @@ class StreamRequest:
     def is_merged(self) -> bool:
         return self.batches == "step" and self.packs_per_step > 1
 
+    def of(self, snapshot: Snapshot) -> StreamRequest:
+        """The same for what is known of the dataset: a "step" dataset has its own number of packs a step."""
+        if snapshot.step_sizes is None or self.packs_per_step == 1:
+            return self
+        return replace(self, packs_per_step=1)
 
-def total_steps(request: StreamRequest, num_packs: int) -> int:
-    """Steps of the whole epoch from `offset`, once the dataset is finished with `num_packs`."""
-    return order.num_steps(
-        num_packs,
-        world_size=request.world_size,
-        packs_per_step=request.packs_per_step,
-        tail=request.tail,
-        offset=request.offset,
+    def num_sent(self, steps: int) -> int:
+        """How many of the steps below `steps` are sent: every stride-th from `start` on."""
+        count = max(0, -(-(steps - self.start) // self.stride))
+        return count if self.max_steps is None else min(count, self.max_steps)
+
+
+def epoch_order(
+    request: StreamRequest, snapshot: Snapshot, blocks: BlockCache, steps: StepsCache
+) -> EpochOrder:
+    """The order of the request's epoch, as far as it is known."""
+    of_steps = None
+    if snapshot.step_sizes is not None:
+        of_steps = steps.get(
+            request.dataset,
+            snapshot,
+            epoch=request.epoch,
+            shuffle_seed=request.shuffle_seed,
+            balanced=request.balance == "attention",
+        )
+    return EpochOrder(
+        dataset=request.dataset,
+        snapshot=snapshot,
+        epoch=request.epoch,
+        shuffle_seed=request.shuffle_seed,
+        blocks=blocks,
+        steps=of_steps,
     )
 
 
-def ready_steps(request: StreamRequest, snapshot: Snapshot) -> int:
-    """Steps that can be served now: all packs of the step, of every rank, are committed."""
-    if snapshot.finished:
-        return total_steps(request, snapshot.num_packs)
-    if request.epoch > 0:  # its order needs the number of packs
-        return 0
-    return max(0, snapshot.num_packs - request.offset) // request.packs_a_step
+def deal(request: StreamRequest, epoch: EpochOrder) -> order.Deal:
+    """Which packs each rank gets, of those that are known and can be dealt already."""
+    is_balanced = request.balance == "attention"
+    if epoch.steps is not None:
+        return order.StepDeal(
+            order=epoch.steps.order,
+            offset=request.offset,
+            world_size=request.world_size,
+            balanced=is_balanced,
+        )
+    return order.EvenDeal(
+        num_packs=epoch.snapshot.num_packs,
+        offset=request.offset,
+        world_size=request.world_size,
+        packs_per_step=request.packs_per_step,
+        # While packing, a step that is not full will be.
+        tail=request.tail if epoch.snapshot.finished else "drop",
+        costs=epoch.costs if is_balanced else None,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,45 +119,42 @@ class _Messages:
     step_done: NDArray[np.bool_]
 
 
-def _messages(request: StreamRequest, epoch: EpochOrder, first: int, stop: int) -> _Messages:
-    """Messages first to stop of the rank, counted over its steps."""
-    index = np.arange(first, stop, dtype=np.int64)
-    step, within = np.divmod(index, request.packs_per_step)
-    start, _ = order.rank_positions(
-        0, rank=request.rank, world_size=request.world_size, packs_per_step=request.packs_per_step,
-        offset=request.offset,
-    )  # fmt: skip
-    position = start + step * request.packs_a_step + within
-    is_real = position < epoch.snapshot.num_packs
-    pack = np.full(len(index), _FILLER, np.int64)
+def _messages(request: StreamRequest, epoch: EpochOrder, dealt_by: order.Deal, sent: range) -> _Messages:
+    """The messages of the `sent`-th steps that are sent."""
+    steps = request.start + request.stride * np.arange(sent.start, sent.stop, dtype=np.int64)
+    dealt = dealt_by.take(steps, request.rank)
+    size = request.packs_per_step
+    position = dealt.position.reshape(-1)
+    is_real = position != order.FILLER
+    pack = np.full(len(position), order.FILLER, np.int64)
     pack[is_real] = epoch.packs(position[is_real])
-    bounds = request.offset + np.arange(step[0], step[-1] + 2, dtype=np.int64) * request.packs_a_step
-    items = epoch.num_trained(bounds)
+    is_last = np.tile(np.arange(size) == size - 1, len(steps))
     return _Messages(
         pack=pack,
-        step=step,
-        num_items=items[step - step[0]],
-        step_done=within == request.packs_per_step - 1,
+        step=np.repeat(steps, size),
+        num_items=np.repeat(epoch.num_trained(dealt.begin, dealt.stop), size),
+        step_done=np.repeat(dealt.done, size) & is_last,
     )
 
 
 class ChunkReader:
-    """Reads the bytes of steps `first` to `stop` of a stream, in chunks of about the size asked for."""
+    """Reads the bytes of the first-th to stop-th steps that a stream sends, in chunks of about the size
+    asked for."""
 
     def __init__(
         self, request: StreamRequest, epoch: EpochOrder, files: ShardFiles, *, first: int, stop: int
     ) -> None:
         self._request, self._epoch, self._files = request, epoch, files
-        self._next = first * request.packs_per_step  # message
-        self._stop = stop * request.packs_per_step
+        self._deal = deal(request, epoch)
+        self._next, self._stop = first, stop
         self._window: _Messages | None = None
         self._at = 0  # within the window
 
     @property
-    def step(self) -> int:
-        """The step that the next message belongs to."""
+    def num_sent(self) -> int:
+        """How many of the stream's steps were read whole."""
         planned = 0 if self._window is None else len(self._window.pack) - self._at
-        return (self._next - planned) // self._request.packs_per_step
+        return self._next - -(-planned // self._request.packs_per_step)
 
     def read(self, max_bytes: int, *, wait: bool = True) -> memoryview | None:
         """The next chunk: at least one message, else at most `max_bytes`. None at the end.
@@ -130,14 +165,12 @@ class ChunkReader:
         if self._window is None or self._at == len(self._window.pack):
             if self._next >= self._stop:
                 return None
-            if not wait and (self._request.is_merged or not self._epoch.is_commit_order):
+            simple = self._epoch.is_commit_order and self._request.balance == "none"
+            if not wait and (self._request.is_merged or not simple):
                 raise WouldBlock
-            size = max(1, _WINDOW // self._request.packs_per_step) * self._request.packs_per_step
-            # Merged steps are planned whole, whatever their size; single packs need not be.
-            size = size if self._request.is_merged else min(size, _WINDOW)
-            end = min(self._next + size, self._stop)
-            self._window, self._at = _messages(self._request, self._epoch, self._next, end), 0
-            self._next = end
+            end = min(self._next + max(1, _WINDOW // self._request.packs_per_step), self._stop)
+            self._window = _messages(self._request, self._epoch, self._deal, range(self._next, end))
+            self._next, self._at = end, 0
         window = self._window
         if self._request.is_merged:
             if not wait:
@@ -173,9 +206,14 @@ class ChunkReader:
                 num_items=items,
                 step_done=done,
             )
-        # Fillers stand behind the last real pack of the epoch, so behind all others here.
-        fillers = [self._filler(window, index) for index in range(first, stop) if not real[index - first]]
-        return memoryview(b"".join((data, *fillers))) if fillers else data
+        if len(starts) == stop - first:
+            return data
+        ends = iter(zip(starts, [*starts[1:], len(data)][: len(starts)], strict=True))
+        parts = (
+            data[slice(*next(ends))] if is_real else self._filler(window, index)
+            for index, is_real in zip(range(first, stop), real.tolist(), strict=True)
+        )
+        return memoryview(b"".join(parts))
 
     def _filler(self, window: _Messages, index: int) -> bytes:
         return shard.encode_message([shard.padding_pack()], stamp=self._stamp(window, index, padding=True))

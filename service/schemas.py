@@ -62,6 +62,25 @@ class ShardPage(BaseModel):
     error: dict[str, Any] | None = None
 
 
+class StepPage(BaseModel):
+    """Optimiser steps of a "step" dataset."""
+
+    start: int
+    num_packs: list[int] | None = Field(
+        description='Packs of each from `start` on; null where the dataset\'s strategy is not "step"'
+    )
+    finished: bool = Field(description="No step comes after this page.")
+
+
+class Balance(BaseModel):
+    """How evenly the ranks of a step are loaded."""
+
+    num_steps: int
+    idle_share: dict[str, float] = Field(
+        description="Share of all ranks' time spent waiting for a step's slowest, by value of `balance`"
+    )
+
+
 class Readiness(BaseModel):
     ready: bool
     checks: dict[str, str] = Field(description='"ok", or what is wrong, by part')
@@ -90,6 +109,10 @@ class PackingModel(BaseModel):
     step_size: int | None = None
     segment_multiple: int = 1
     pack_multiple: int = 1
+    scope: Literal["window", "global"] = "window"
+    balance: Literal["none", "attention"] = "none"
+    truncate_side: Literal["right", "left"] = "right"
+    min_piece: int = 1
 
 
 class SpecModel(BaseModel):

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from packer.store import LocalStore
 from service.daemon import run_in_daemon
-from service.epochs import BlockCache
+from service.epochs import BlockCache, StepsCache
 from service.feeds import Feeds
 from service.files import ShardFiles
 from service.metrics import Metrics
@@ -45,7 +45,7 @@ class Service:
         self.executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="store")
         self.feeds = Feeds(self.store, self.executor)
         self.files = ShardFiles(self.store)
-        self.blocks = BlockCache()
+        self.blocks, self.steps = BlockCache(), StepsCache()
         self.scheduler: Scheduler | None = None  # None: this replica does not pack
         self.stopping = asyncio.Event()  # open streams are to be cut
         self.num_streams = 0

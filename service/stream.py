@@ -22,7 +22,7 @@ from service.auth import known_parameters_only
 from service.epochs import EpochOrder
 from service.feeds import Feed, Snapshot
 from service.files import ShardMissing, WouldBlock
-from service.plan import ChunkReader, StreamRequest, ready_steps, total_steps
+from service.plan import ChunkReader, StreamRequest, deal, epoch_order
 from service.problems import Problem
 from service.sending import ChunkedResponse, CutOff
 from service.state import Service, service_of
@@ -57,18 +57,24 @@ async def stream(
     dataset: str,
     rank: Annotated[int, Query(ge=0, le=1 << 20, description="This rank")] = 0,
     world_size: Annotated[int, Query(ge=1, le=1 << 20, description="Number of ranks")] = 1,
-    packs_per_step: Annotated[int, Query(ge=1, le=1 << 16, description="Packs of a rank in a step")] = 1,
+    packs_per_step: Annotated[
+        int, Query(ge=1, le=1 << 16, description="Packs of a rank in a step; not used in a step dataset")
+    ] = 1,
     epoch: Annotated[int, Query(ge=0, le=99_999_999, description="0: commit order")] = 0,
     start: Annotated[Count, Query(description="The first step to send")] = 0,
     shuffle_seed: Annotated[
         int | None, Optional, Query(description="Order of epochs from 1 on; none: commit order")
     ] = None,
     max_steps: Annotated[int | None, Optional, Query(ge=1, description="At most so many steps")] = None,
+    stride: Annotated[int, Query(ge=1, le=1 << 20, description="Send every so-many-th step only")] = 1,
     offset: Annotated[Count, Query(description="Packs of this epoch consumed before step 0")] = 0,
     tail: Annotated[Literal["drop", "pad"], Query(description="A last step that is not full")] = "drop",
     batches: Annotated[
         Literal["step", "pack"], Query(description="One record batch a step, or a pack")
     ] = "step",
+    balance: Annotated[
+        Literal["none", "attention"], Query(description="Even out the ranks' cost within a step")
+    ] = "none",
     service: Service = Depends(service_of),  # noqa: B008 - FastAPI's way
 ) -> Response:
     """This rank's packs, from step `start` to the end of the epoch; starts while packing still runs."""
@@ -82,14 +88,15 @@ async def stream(
         start=start,
         shuffle_seed=shuffle_seed,
         max_steps=max_steps,
+        stride=stride,
         offset=offset,
         tail=tail,
         batches=batches,
+        balance=balance,
     )
     _check_parameters(wanted)
     feed = await service.feeds.get(dataset)
     snapshot = await feed.fresh()
-    check_servable(wanted, snapshot)
     one = _Stream(service, feed, wanted, since)
     return ChunkedResponse(
         service,
@@ -116,21 +123,25 @@ def _check_parameters(wanted: StreamRequest) -> None:
         )
 
 
-def check_servable(wanted: StreamRequest, snapshot: Snapshot) -> None:
-    """Raise the Problem of a dataset that cannot be streamed as wanted, as far as it is known yet."""
+def check_servable(wanted: StreamRequest, snapshot: Snapshot, total_steps: int | None) -> None:
+    """Raise the Problem of a dataset that cannot be streamed as wanted, as far as it is known yet.
+
+    total_steps: of the rest of the epoch from `offset`, once the dataset is finished.
+    """
     snapshot.raise_if_stopped(wanted.dataset)
-    if not snapshot.finished:
+    if total_steps is None:
         return
     num_packs, packs_a_step = snapshot.num_packs, wanted.packs_a_step
-    if num_packs == 0 or (wanted.tail == "drop" and num_packs < packs_a_step):
+    needs_full = wanted.tail == "drop" and snapshot.step_sizes is None
+    if num_packs == 0 or (needs_full and num_packs < packs_a_step):
         raise problems.dataset_too_small(wanted.dataset, num_packs=num_packs, packs_a_step=packs_a_step)
     if wanted.offset > num_packs:
         raise problems.bad_parameter(
             "offset", f"at most the {num_packs} packs of the epoch is required, found {wanted.offset}"
         )
-    if wanted.start > (total := total_steps(wanted, num_packs)):
+    if wanted.start > total_steps:
         raise problems.bad_parameter(
-            "start", f"at most the {total} steps of the epoch is required, found {wanted.start}"
+            "start", f"at most the {total_steps} steps of the epoch is required, found {wanted.start}"
         )
 
 
@@ -139,7 +150,7 @@ class _Stream:
 
     def __init__(self, service: Service, feed: Feed, wanted: StreamRequest, since: float) -> None:
         self._service, self._feed, self._wanted, self._since = service, feed, wanted, since
-        self._step, self._ready = wanted.start, wanted.start  # sent up to here; could be sent up to there
+        self._sent = self._ready = 0  # steps that were sent; that could have been
         service.num_streams += 1
         service.streams.add(self)
         service.metrics.streams_open.inc()
@@ -153,7 +164,7 @@ class _Stream:
     @property
     def lag(self) -> tuple[str, int, int]:
         """(dataset, rank, steps that could be sent and are not)."""
-        return self._wanted.dataset, self._wanted.rank, max(0, self._ready - self._step)
+        return self._wanted.dataset, self._wanted.rank, max(0, self._ready - self._sent)
 
     async def chunks(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
         """The bytes of the stream. Raises CutOff once it has begun, a Problem before."""
@@ -177,30 +188,46 @@ class _Stream:
 
     async def _parts(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
         """Chunks of messages; b"" before each wait for packs."""
-        wanted, service = self._wanted, self._service
-        step = wanted.start
-        last = step + wanted.max_steps if wanted.max_steps is not None else None
+        service, sent = self._service, 0
         size = _FIRST_CHUNK_BYTES
         first = service.metrics.first_batch_seconds.labels("ready" if snapshot.finished else "packing")
         while True:
-            check_servable(wanted, snapshot)
-            ready = ready_steps(wanted, snapshot)
-            stop = self._ready = ready if last is None else min(ready, last)
-            if stop > step:
-                if step == wanted.start:
+            wanted = self._wanted.of(snapshot)
+            epoch, steps = await self._known(wanted, snapshot)
+            check_servable(wanted, snapshot, steps if snapshot.finished else None)
+            stop = self._ready = wanted.num_sent(steps)
+            if stop > sent:
+                if not sent:
                     first.observe(time.perf_counter() - self._since)
-                reader = self._reader(snapshot, step, stop)
+                reader = ChunkReader(wanted, epoch, service.files, first=sent, stop=stop)
                 while (data := await self._read(reader, size)) is not None:
                     yield data
                     size = min(2 * size, service.chunk_bytes())
-                    self._step = reader.step
-                step = stop
-            if step == last or snapshot.finished:
+                    self._sent = reader.num_sent
+                sent = stop
+            if sent == wanted.max_steps or snapshot.finished:
                 return
             yield b""
             since = time.perf_counter()
             snapshot = await self._feed.after(snapshot)
             service.metrics.wait_seconds.labels("packing").inc(time.perf_counter() - since)
+
+    async def _known(self, wanted: StreamRequest, snapshot: Snapshot) -> tuple[EpochOrder, int]:
+        """The epoch's order and how many steps of it can be sent now, all packs of all ranks committed."""
+        snapshot.raise_if_stopped(wanted.dataset)
+        service = self._service
+
+        def order_and_steps() -> tuple[EpochOrder, int]:
+            epoch = epoch_order(wanted, snapshot, service.blocks, service.steps)
+            return epoch, deal(wanted, epoch).num_steps
+
+        if snapshot.step_sizes is None:
+            epoch, steps = order_and_steps()
+        else:  # of many packs, this takes a while
+            epoch, steps = await service.in_thread(order_and_steps)
+        if wanted.epoch > 0 and not snapshot.finished:
+            steps = 0  # the order of a later epoch needs the number of packs
+        return epoch, steps
 
     async def _read(self, reader: ChunkReader, size: int) -> memoryview | None:
         """What is in memory is read here at once: a thread costs as much as the read itself."""
@@ -208,14 +235,3 @@ class _Stream:
             return reader.read(size, wait=False)
         except WouldBlock:
             return await self._service.in_thread(reader.read, size)
-
-    def _reader(self, snapshot: Snapshot, first: int, stop: int) -> ChunkReader:
-        wanted = self._wanted
-        epoch = EpochOrder(
-            dataset=wanted.dataset,
-            snapshot=snapshot,
-            epoch=wanted.epoch,
-            shuffle_seed=wanted.shuffle_seed,
-            blocks=self._service.blocks,
-        )
-        return ChunkReader(wanted, epoch, self._service.files, first=first, stop=stop)

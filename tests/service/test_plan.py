@@ -14,7 +14,7 @@ from service import epochs
 from service.epochs import BlockCache, EpochOrder
 from service.feeds import Snapshot
 from service.files import ShardFiles
-from service.plan import ChunkReader, StreamRequest, total_steps
+from service.plan import ChunkReader, StreamRequest
 
 PACKS = random_packs(37)
 
@@ -37,6 +37,13 @@ def place(tmp_path_factory):
     files.close()
 
 
+def total_steps(request: StreamRequest) -> int:
+    return order.num_steps(
+        len(PACKS), world_size=request.world_size, packs_per_step=request.packs_per_step,
+        tail=request.tail, offset=request.offset,
+    )  # fmt: skip
+
+
 def expected(request: StreamRequest) -> list[tuple[int, int, list[int]]]:
     """(step, trained tokens of the step, packs with -1 for a filler), by the rules alone."""
     positions = np.arange(len(PACKS))
@@ -44,7 +51,7 @@ def expected(request: StreamRequest) -> list[tuple[int, int, list[int]]]:
         positions, num_packs=len(PACKS), epoch=request.epoch, shuffle_seed=request.shuffle_seed
     ).tolist()
     steps = []
-    for step in range(request.start, total_steps(request, len(PACKS))):
+    for step in range(request.start, total_steps(request), request.stride):
         first = request.offset + step * request.world_size * request.packs_per_step
         of_all = at[first : first + request.world_size * request.packs_per_step]
         mine = first + request.rank * request.packs_per_step
@@ -63,6 +70,7 @@ def requests(draw):
         packs_per_step=draw(st.integers(1, 9)),
         epoch=draw(st.integers(0, 3)),
         start=draw(st.integers(0, 6)),
+        stride=draw(st.integers(1, 4)),
         shuffle_seed=draw(st.none() | st.integers(0, 5)),
         offset=draw(st.integers(0, len(PACKS))),
         tail=draw(st.sampled_from(["drop", "pad"])),
@@ -85,8 +93,8 @@ def test_a_stream_holds_the_packs_of_the_rules(place, request, block, max_bytes)
             shuffle_seed=request.shuffle_seed,
             blocks=BlockCache(max_blocks=2),
         )
-        stop = max(request.start, total_steps(request, len(PACKS)))
-        reader = ChunkReader(request, epoch, files, first=request.start, stop=stop)
+        stop = request.num_sent(total_steps(request))
+        reader = ChunkReader(request, epoch, files, first=0, stop=stop)
         chunks = []
         while (chunk := reader.read(max_bytes)) is not None:
             chunks.append(bytes(chunk))
@@ -114,7 +122,7 @@ def test_steps_larger_than_the_planning_window(place, monkeypatch):
     monkeypatch.setattr("service.plan._WINDOW", 4)
     request = StreamRequest(dataset=dataset, packs_per_step=9, batches="pack", tail="pad")
     epoch = EpochOrder(dataset=dataset, snapshot=snapshot, epoch=0, shuffle_seed=None, blocks=BlockCache())
-    reader = ChunkReader(request, epoch, files, first=0, stop=total_steps(request, len(PACKS)))
+    reader = ChunkReader(request, epoch, files, first=0, stop=total_steps(request))
     body = b"".join(bytes(chunk) for chunk in iter(lambda: reader.read(1 << 20), None))
     found = messages(shard.schema_message(dataset) + body + shard.END_OF_STREAM)
     assert [pack for message in found for pack in message.packs] == PACKS + [shard.padding_pack()] * 8
