@@ -154,7 +154,7 @@ def _read(
         counters.tokens_in += len(rendered.input_ids)
         counters.tokens_dropped += int(rendered.lengths[~trained].sum())
         # Rows that are left out keep their place, with no tokens.
-        keep = np.repeat(trained, rendered.lengths)
+        keep = slice(None) if (trained | empty).all() else np.repeat(trained, rendered.lengths)
         ids.append(rendered.input_ids[keep])
         masks.append(rendered.loss_mask[keep])
         lengths.append(np.where(trained, rendered.lengths, 0))
@@ -184,9 +184,11 @@ def _concat(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 def _any_per_row(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether any value of each row's stretch of `mask` is true."""
-    counts = np.concatenate([[0], np.cumsum(mask)])
-    ends = np.cumsum(lengths)
-    return counts[ends] > counts[ends - lengths]
+    found = np.zeros(len(lengths), np.bool_)
+    full = lengths > 0
+    if full.any():
+        found[full] = np.logical_or.reduceat(mask, (np.cumsum(lengths) - lengths)[full])
+    return found
 
 
 # ------------------------------------------------------------------ packs
@@ -196,7 +198,6 @@ def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
     """Plan the packs and count what becomes of the rows."""
     packing = job.spec.packing
     _check_overlong(job, rows)
-    trained_before = np.concatenate([[0], np.cumsum(rows.loss_mask)])
     lengths = rows.lengths.copy()
     while True:
         planned = plan(
@@ -216,10 +217,7 @@ def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
         )
         # A row may lose all that it trains to truncation. It is left out and the rest planned again;
         # its place stays (length 0), since mini-batches and steps are counted by place.
-        starts = rows.offsets[planned.example] + planned.start
-        trained = trained_before[starts + planned.length] - trained_before[starts]
-        per_row = np.bincount(planned.example, weights=trained, minlength=len(lengths))
-        lost = planned.truncated[per_row[planned.truncated] == 0]
+        lost = _untrained(rows, planned)
         if not len(lost):
             break
         counters.rows_untrained += len(lost)
@@ -227,6 +225,15 @@ def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
         lengths[lost] = 0
     _count(packing.minibatch_size or PADDED_BATCH, packing.max_tokens, lengths, planned, counters)
     return planned
+
+
+def _untrained(rows: _Rows, planned: PackPlan) -> NDArray[np.int64]:
+    """Truncated rows of which nothing that is kept is trained."""
+    segments = np.flatnonzero(np.isin(planned.example, planned.truncated))
+    starts = rows.offsets[planned.example[segments]] + planned.start[segments]
+    ends = starts + planned.length[segments]
+    kept = [rows.loss_mask[a:b].any() for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+    return planned.example[segments][~np.array(kept, np.bool_)]
 
 
 def _check_overlong(job: Job, rows: _Rows) -> None:

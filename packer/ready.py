@@ -1,8 +1,9 @@
-"""Rows of format tokens: ready ids with labels, checked. Raises RowProblem."""
+"""Rows of format tokens: ready ids with labels, checked. Raises RowProblem about one row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import array
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,71 @@ from packer.conversations import kind
 from packer.templates import RowProblem
 
 IGNORE_INDEX = -100
+
+Int32 = NDArray[np.int32]
+
+
+def ready_rows(
+    rows: Sequence[Mapping[str, Any]], vocab_size: int, fields: Mapping[str, str]
+) -> tuple[Int32, NDArray[np.bool_], NDArray[np.int64], list[tuple[int, str]]]:
+    """`ready_ids` of many rows: ids (N,) and mask (N,) row after row, lengths (k,), and the rows' errors."""
+    quick = _quickly(rows, vocab_size)
+    if quick is not None:
+        return (*quick, [])
+    ids, masks, errors = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], []
+    for position, row in enumerate(rows):
+        try:
+            row_ids, row_mask = ready_ids(row, vocab_size, fields)
+        except RowProblem as problem:
+            errors.append((position, str(problem)))
+            row_ids, row_mask = ids[0], masks[0]
+        ids.append(row_ids)
+        masks.append(row_mask)
+    lengths = np.array([len(row_ids) for row_ids in ids[1:]], np.int64)
+    return np.concatenate(ids), np.concatenate(masks), lengths, errors
+
+
+def _quickly(
+    rows: Sequence[Mapping[str, Any]], vocab_size: int
+) -> tuple[Int32, NDArray[np.bool_], NDArray[np.int64]] | None:
+    """The rows if nothing is wrong with any of them; else None, and each is looked at by itself."""
+    ids = _flat([row.get("input_ids") for row in rows])
+    if ids is None or (len(ids[0]) and (ids[0].min() < 0 or ids[0].max() >= vocab_size)):
+        return None
+    flat, lengths = ids[0].astype(np.int32, copy=False), ids[1]
+    given = [row.get("labels") for row in rows]
+    without = np.array([one is None for one in given], np.bool_)
+    mask = np.ones(len(flat), np.bool_)
+    if not without.all():
+        labels = _flat([one for one in given if one is not None])
+        if labels is None or not np.array_equal(labels[1], lengths[~without]):
+            return None
+        inside = np.repeat(~without, lengths)
+        trained = labels[0] != IGNORE_INDEX
+        if (trained & (labels[0] != flat[inside])).any():
+            return None
+        mask[inside] = trained
+    return flat, mask, lengths
+
+
+def _flat(values: list[Any]) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+    """Lists of whole numbers end to end, and their lengths; None where one is something else."""
+    arrays = []
+    for value in values:
+        if isinstance(value, list):
+            try:
+                found = np.array(array.array("q", value), np.int64)
+            except (TypeError, OverflowError):
+                return None
+            # true and false pass for 1 and 0
+            if any(type(value[at]) is bool for at in np.flatnonzero((found == 0) | (found == 1)).tolist()):
+                return None
+            value = found
+        elif not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind != "i":
+            return None
+        arrays.append(value)
+    lengths = np.array([len(one) for one in arrays], np.int64)
+    return (np.concatenate(arrays) if arrays else np.zeros(0, np.int64)), lengths
 
 
 def ready_ids(

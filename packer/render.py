@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from packer.chats import Chat, Chats
 from packer.conversations import kind
-from packer.ready import ready_ids
+from packer.ready import ready_rows
 from packer.templates import RenderError, RowProblem
 from packer.tokenization import Located, Tokenizer, TokenizerError
 
@@ -131,6 +131,22 @@ class Renderer:
 
     # -------------------------------------------------------------- text
 
+    def _all_words(
+        self, rows: Sequence[Mapping[str, Any]], fields: Sequence[str], errors: list[tuple[int, str]]
+    ) -> list[str]:
+        """The texts of each row, row after row; empty ones for a row with an error."""
+        texts: list[Any] = [row.get(field) for row in rows for field in fields]
+        if set(map(type, texts)) <= {str} and all(_is_valid(text) for text in texts):
+            return texts  # as almost always
+        texts = []
+        for position, row in enumerate(rows):
+            try:
+                texts += [self._words(row, field) for field in fields]
+            except RowProblem as problem:
+                errors.append((position, str(problem)))
+                texts += [""] * len(fields)
+        return texts
+
     def _words(self, row: Mapping[str, Any], field: str) -> str:
         value = row.get(field)
         name = self._fields.get(field, field)
@@ -159,13 +175,7 @@ class Renderer:
     def _texts(
         self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-        texts = []
-        for position, row in enumerate(rows):
-            try:
-                texts.append(self._words(row, "text"))
-            except RowProblem as problem:
-                errors.append((position, str(problem)))
-                texts.append("")
+        texts = self._all_words(rows, ["text"], errors)
         ids, lengths = self._encode(texts, errors, 1)
         lengths = lengths[:, 0]
         return self._framed(ids, np.ones(len(ids), np.bool_), lengths, lengths > 0, bos_trained=True)
@@ -173,14 +183,7 @@ class Renderer:
     def _prompt_completions(
         self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-        texts = []
-        for position, row in enumerate(rows):
-            try:
-                texts += [self._words(row, "prompt"), self._words(row, "completion")]
-            except RowProblem as problem:
-                errors.append((position, str(problem)))
-                del texts[2 * position :]
-                texts += ["", ""]
+        texts = self._all_words(rows, ["prompt", "completion"], errors)
         ids, lengths = self._encode(texts, errors, 2)
         everything = self._loss == "all"
         mask = np.repeat(np.tile([everything, True], len(rows)), lengths.ravel())
@@ -307,22 +310,10 @@ class Renderer:
     def _tokens(
         self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-        ids: list[NDArray[np.int32]] = []
-        masks: list[NDArray[np.bool_]] = []
-        for position, row in enumerate(rows):
-            try:
-                row_ids, row_mask = ready_ids(row, self._vocab_size, self._fields)
-                if self._loss == "all":
-                    row_mask = np.ones(len(row_ids), np.bool_)
-            except RowProblem as problem:
-                errors.append((position, str(problem)))
-                row_ids, row_mask = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-            ids.append(row_ids)
-            masks.append(row_mask)
-        lengths = np.array([len(row_ids) for row_ids in ids], np.int64)
-        if not ids:
-            return np.zeros(0, np.int32), np.zeros(0, np.bool_), lengths
-        flat, mask = np.concatenate(ids), np.concatenate(masks)
+        flat, mask, lengths, problems = ready_rows(rows, self._vocab_size, self._fields)
+        errors += problems
+        if self._loss == "all":
+            mask = np.ones(len(flat), np.bool_)
         return self._framed(flat, mask, lengths, lengths > 0, bos_trained=self._loss == "all")
 
 
@@ -333,6 +324,17 @@ def _settled(name: str, wanted: str | bool, auto: bool, known: int | None, forma
             f"names none; give its whole folder (tokenizer_config.json says {name}_token), or set auto"
         )
     return known if (auto if wanted == "auto" else wanted) else None
+
+
+def _is_valid(text: str) -> bool:
+    """Whether it is a Unicode text, without lone surrogates."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _valid(text: str, name: str) -> str:

@@ -24,6 +24,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
+import jinja2.utils
 
 GENERATION_OPEN, GENERATION_CLOSE = "\ufdd1", "\ufdd2"
 WORD_OPEN, WORD_CLOSE = "\ufdd3", "\ufdd4"
@@ -163,12 +164,17 @@ class _Dict:
 
 
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+# jinja2 wraps what formats, and keeps everything with an underscore to itself.
+_PLAIN_STR_ATTRIBUTES = frozenset(
+    name for name in dir(str) if not name.startswith(("_", "format")) and callable(getattr(str, name))
+)
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """jinja2's sandbox, with a short way to what templates ask for most.
 
-    The short way gives what the long one gives: keys of a message, and public attributes of loops.
+    The short way gives what the long one gives: keys of a message, methods of texts, and public attributes
+    of loops and namespaces.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -177,6 +183,13 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if attribute in obj:
                 return obj[attribute]
             return self.undefined(obj=obj, name=attribute)
+        if kind is str and attribute in _PLAIN_STR_ATTRIBUTES:
+            return getattr(obj, attribute)
+        if kind is jinja2.utils.Namespace and not attribute.startswith("_"):
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         if kind is jinja2.runtime.LoopContext and not attribute.startswith("_"):
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)

@@ -16,8 +16,14 @@ CONTINUATION = b"\xff\xff\xff\xff"
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
 
 
-def _list_array(values: pa.Array, offsets: Sequence[int] | NDArray[np.int32]) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+def _array(values: np.ndarray, of: type) -> pa.Array:
+    # pa.array would import pandas where that is installed: half a second of every new process.
+    values = np.ascontiguousarray(values.astype(of, copy=False))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _list_array(values: pa.Array, offsets: NDArray[np.int32]) -> pa.Array:
+    return pa.ListArray.from_arrays(_array(offsets, np.int32), values)
 
 
 def _bool_array(mask: NDArray[np.bool_]) -> pa.Array:
@@ -38,12 +44,12 @@ def record_batch(packs: Sequence[Pack], of: pa.Schema) -> pa.RecordBatch:
 
     tokens = ends("input_ids")
     columns = [
-        _list_array(pa.array(concat("input_ids").astype(np.int32, copy=False)), tokens),
-        _list_array(pa.array(concat("position_ids")), tokens),
+        _list_array(_array(concat("input_ids"), np.int32), tokens),
+        _list_array(_array(concat("position_ids"), np.int32), tokens),
         _list_array(_bool_array(concat("loss_mask")), tokens),
-        _list_array(pa.array(concat("cu_seqlens").astype(np.int32, copy=False)), ends("cu_seqlens")),
-        pa.array([pack.max_seqlen for pack in packs], pa.int32()),
-        _list_array(pa.array(concat("example_ids").astype(np.int64, copy=False)), ends("example_ids")),
+        _list_array(_array(concat("cu_seqlens"), np.int32), ends("cu_seqlens")),
+        _array(np.array([pack.max_seqlen for pack in packs]), np.int32),
+        _list_array(_array(concat("example_ids"), np.int64), ends("example_ids")),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=of)
 

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
 
-from packer.manifest import Manifest, ManifestError, commit_key, dataset_key, list_datasets, read_commit
+from packer.manifest import (
+    ROWS,
+    Commit,
+    Manifest,
+    ManifestError,
+    commit_key,
+    dataset_key,
+    list_datasets,
+    read_commit,
+    write_commit,
+)
 from packer.shard import read_packs
 from packer.store import LocalStore
 
@@ -73,3 +83,12 @@ def test_datasets_are_listed_once_they_have_a_spec(tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(1), packs_per_shard=1)
     store.put(dataset_key("f" * 32, "commits/000000.arrow"), b"")
     assert list_datasets(store) == [dataset]
+
+
+def test_a_partition_without_packs(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    empty = Commit(partition=0, shards=(), rows=np.empty(0, ROWS), counters={"rows_in": 3})
+    write_commit(store, "d" * 32, empty)
+    found = read_commit(store, "d" * 32, 0)
+    assert found is not None
+    assert (len(found.rows), found.counters) == (0, {"rows_in": 3})

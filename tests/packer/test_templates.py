@@ -2,6 +2,8 @@
 
 import json
 
+import jinja2.sandbox
+import jinja2.utils
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from packer.templates import (
     Mark,
     RenderError,
     RowProblem,
+    _environment,
     point,
     unmark,
 )
@@ -104,3 +107,39 @@ def test_tool_use_template_for_rows_with_tools():
     assert template.render([], [{}]) == "tools"
     with pytest.raises(RenderError, match="only templates named rag"):
         ChatTemplate({"rag": "x"}, {})
+
+
+_OBJECTS = {
+    "text": "some Text",
+    "key": {"role": "user", "items": 1, "a b": 2},
+    "ns": jinja2.utils.Namespace(found=3, _hidden=4),
+    "many": [1, 2],
+}
+_NAMES = [
+    "role",
+    "items",
+    "a b",
+    "found",
+    "missing",
+    "_hidden",
+    "__class__",
+    "__init__",
+    "format",
+    "format_map",
+    "append",
+]
+
+
+@pytest.mark.parametrize("name", [*_NAMES, *(name for name in dir(str) if not name.startswith("_"))])
+@pytest.mark.parametrize("what", list(_OBJECTS))
+def test_the_short_way_to_attributes_is_the_sandboxs(what, name):
+    short, long = _environment(), jinja2.sandbox.ImmutableSandboxedEnvironment()
+    found, wanted = (env.getattr(_OBJECTS[what], name) for env in (short, long))
+    if isinstance(wanted, jinja2.Undefined):
+        assert type(found) is type(wanted)
+        assert found._undefined_exception == wanted._undefined_exception
+    elif callable(wanted):  # bound anew at each look
+        assert found.__name__ == wanted.__name__
+        assert type(found) is type(wanted)
+    else:
+        assert found == wanted
