@@ -135,11 +135,12 @@ def pack(
                 partitions = _partitions(job, store, tasks, cancel)
                 store.put(f"{key}/plan.json", canonical_json({"num_partitions": len(partitions)}))
                 window = Window(
-                    total=len(partitions), size=2 * runner.num_workers + 2, committed=manifest.num_commits
+                    total=len(partitions), size=_window_size(runner), committed=manifest.num_commits
                 )
                 _run(
                     job,
                     store,
+                    runner,
                     tasks,
                     window,
                     partitions,
@@ -184,9 +185,15 @@ def _index(one: Any, store: LocalStore, work_key: str, random_access: bool, fiel
     )
 
 
+def _window_size(runner: Runner) -> int:
+    """Twice the workers, so that none waits for a commit; results that wait are small."""
+    return 2 * runner.num_workers + 2
+
+
 def _run(
     job: Job,
     store: LocalStore,
+    runner: Runner,
     tasks: Tasks,
     window: Window,
     partitions: list[sources.Partition],
@@ -196,6 +203,7 @@ def _run(
     running: dict[int, int] = {}  # task: partition
     while not window.done:
         _stop_if(cancel)
+        window.size = _window_size(runner)  # a cluster may have grown or shrunk
         for partition in window.to_start():
             running[tasks.submit(pack_partition, job, partition, partitions[partition], store)] = partition
         for done in tasks.wait(0.5):

@@ -28,7 +28,6 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from service.main import serve
-
     from service.settings import Settings
 
     given = {
