@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from packer import sources
 from packer.gather import gather
 from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
+from packer.order import derive_seed, permute
 from packer.packing import PackPlan, plan
 from packer.packing.values import Capacity
 from packer.render import Renderer
@@ -43,14 +44,17 @@ class _Rows:
     loss_mask: NDArray[np.bool_]
     offsets: NDArray[np.int64]
     example_ids: NDArray[np.int64]
-    locations: list[Sequence[sources.Location]]  # of the rows, batch by batch
+    locations: list[Sequence[sources.Location]]  # of the readable rows, batch by batch
+    readable: NDArray[np.bool_] | None = None  # which rows could be read; None: all
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         return np.diff(self.offsets)
 
     def location(self, row: int) -> sources.Location:
-        """Where row `row` of the partition stands in its source."""
+        """Where row `row` of the partition, a readable one, stands in its source."""
+        if self.readable is not None:
+            row = int(np.count_nonzero(self.readable[:row]))
         for batch in self.locations:
             if row < len(batch):
                 return batch[row]
@@ -70,7 +74,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
             f"{first.location}: {first.reason}. "
             'Correct the row, or set source.on_bad_row to "skip" to leave such rows out and list them.'
         )
-    planned = _plan(job, rows, counters)
+    planned = _plan(job, number, rows, counters)
     shards, index = _write(job, number, rows, planned, counters, store)
     if planned.pack_step is not None and job.spec.packing.step_size is not None:
         index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
@@ -161,14 +165,30 @@ def _read(
         examples.append(records.example_ids)
         locations.append(records.locations)
     counters.rows_rejected = len(rejected)
+    num_tokens, example_ids = _concat(lengths, np.int64), _concat(examples, np.int64)
+    readable = None
+    if len(example_ids) < counters.rows_in:
+        # Unreadable rows keep their place too: mini-batches and steps are counted by place.
+        stream_ids = _stream_ids(partition)
+        readable = np.isin(stream_ids, example_ids)
+        placed = np.zeros(len(stream_ids), np.int64)
+        placed[readable] = num_tokens
+        num_tokens, example_ids = placed, stream_ids
     rows = _Rows(
         input_ids=_concat(ids, np.int32),
         loss_mask=_concat(masks, np.bool_),
-        offsets=np.concatenate([[0], np.cumsum(_concat(lengths, np.int64))]).astype(np.int64),
-        example_ids=_concat(examples, np.int64),
+        offsets=np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int64),
+        example_ids=example_ids,
         locations=locations,
+        readable=readable,
     )
     return counters, rejected, rows
+
+
+def _stream_ids(partition: sources.Partition) -> NDArray[np.int64]:
+    """Example ids of all records of a partition, readable or not, in stream order."""
+    positions = np.arange(partition.start, partition.stop)
+    return positions if partition.seed is None else permute(positions, partition.num_records, partition.seed)
 
 
 def _row_error(records: sources.Records, row: int, reason: str) -> sources.RowError:
@@ -194,9 +214,9 @@ def _any_per_row(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray
 # ------------------------------------------------------------------ packs
 
 
-def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
-    """Plan the packs and count what becomes of the rows."""
-    packing = job.spec.packing
+def _plan(job: Job, number: int, rows: _Rows, counters: Counters) -> PackPlan:
+    """Plan the packs of partition `number` and count what becomes of the rows."""
+    packing, shuffle_seed = job.spec.packing, job.spec.shuffle_seed
     _check_overlong(job, rows)
     lengths = rows.lengths.copy()
     while True:
@@ -204,7 +224,8 @@ def _plan(job: Job, rows: _Rows, counters: Counters) -> PackPlan:
             lengths,
             packing.max_tokens,
             strategy=packing.strategy,
-            seed=job.spec.shuffle_seed,
+            # Of its own for each partition, or packs of equal place would be shuffled alike in all.
+            seed=None if shuffle_seed is None else derive_seed(shuffle_seed, number),
             minibatch_size=packing.minibatch_size,
             step_size=packing.step_size,
             scope=packing.scope,

@@ -250,6 +250,27 @@ def test_minibatches_are_counted_by_place_though_rows_are_left_out(tmp_path: Pat
     assert [one.example_ids.tolist() for one in packed.packs] == [[0], [2, 3], [4, 5]]
 
 
+@pytest.mark.parametrize("seed", [None, 0, 5])
+def test_unreadable_rows_keep_their_place_in_minibatches(tmp_path: Path, seed: int | None) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [json.dumps(row) for row in tokens(*[2] * 12)]
+    bad = (1, 4, 9)
+    source.write_text("".join(("{" if number in bad else row) + "\n" for number, row in enumerate(rows)))
+
+    def minibatches(on_bad_row: str) -> list[list[int]]:
+        packing = {"strategy": "minibatch", "minibatch_size": 3, "max_tokens": 16}
+        document = spec_of(
+            source, None, source={"on_bad_row": on_bad_row}, packing=packing, shuffle_seed=seed
+        )
+        packed = pack_document(tmp_path / "store", document)
+        return [one.example_ids.tolist() for one in packed.packs]
+
+    left = minibatches("skip")
+    source.write_text("\n".join(rows) + "\n")
+    whole = minibatches("fail")
+    assert left == [batch for batch in ([i for i in one if i not in bad] for one in whole) if batch]
+
+
 def test_steps_are_marked_in_the_row_index(tmp_path: Path) -> None:
     packed = pack_rows(
         tmp_path, tokens(3, 3, 3, 3, 3), packing={"strategy": "step", "step_size": 2, "max_tokens": 4}
