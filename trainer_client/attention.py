@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call, choose
+from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call, choose, prepare
 
 NAME = "padfree"
 _REFUSED = ("s_aux", "position_bias", "head_mask")
@@ -45,11 +45,19 @@ def register(backend: str = "auto", *, name: str = NAME) -> str:
 
     backend: "auto", or one of flash3, flash2, flash4, torch, sdpa, to take that one and no other (an
     error where it is not installed or cannot do what the model asks for). May be called again.
+    name: without "flash", by which transformers knows its own implementations.
     """
+    if "flash" in name:
+        raise ValueError(
+            f'name: one without "flash" is required, found {name!r}; transformers takes such a name for one '
+            "of its own implementations and looks for a kernel of that name"
+        )
     if backend != "auto" and backend not in KERNELS:
         raise ValueError(f"backend: one of auto, {', '.join(KERNELS)} is required, found {backend!r}")
     if backend != "auto" and KERNELS[backend].function() is None:
         raise ImportError(f"backend {backend!r} is not installed: {KERNELS[backend].needs} is missing")
+    for kernel in KERNELS:
+        prepare(kernel)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(name, _forward_with(backend))
@@ -115,7 +123,9 @@ def attend(
         bounds=bounds,
         scale=scaling,
         causal=bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        window=sliding_window if sliding_window is not None and sliding_window < length * batch else None,
+        window=sliding_window
+        if sliding_window is not None and sliding_window < bounds.reach(length * batch)
+        else None,
         softcap=softcap or None,
         dropout=dropout,
     )
@@ -153,17 +163,24 @@ def _boundaries(batch: int, length: int, device: torch.device, kwargs: dict[str,
     source = given if given is not None else kwargs.get("position_ids")
     if source is None:
         return Boundaries(_row_starts(batch, length, device), length)
+    if torch.compiler.is_compiling():  # a graph keeps what all layers share by itself
+        return _made_boundaries(batch, length, given, source, kwargs)
     kept = getattr(_last, "kept", None)
     version = 0 if source.is_inference() else source._version  # whether it was written to since
     key = (version, batch, length)
     if kept is not None and kept[0]() is source and kept[1] == key:
         return kept[2]
-    if given is not None:
-        bounds = _given_boundaries(given, kwargs, batch * length)
-    else:
-        bounds = Boundaries(_from_positions(source, batch, length))
+    bounds = _made_boundaries(batch, length, given, source, kwargs)
     _last.kept = (weakref.ref(source), key, bounds)
     return bounds
+
+
+def _made_boundaries(
+    batch: int, length: int, given: torch.Tensor | None, source: torch.Tensor, kwargs: dict[str, Any]
+) -> Boundaries:
+    if given is not None:
+        return _given_boundaries(given, kwargs, batch * length)
+    return Boundaries(_from_positions(source, batch, length))
 
 
 def _given_boundaries(cu_seqlens: torch.Tensor, kwargs: dict[str, Any], num_tokens: int) -> Boundaries:
@@ -172,7 +189,8 @@ def _given_boundaries(cu_seqlens: torch.Tensor, kwargs: dict[str, Any], num_toke
         raise AttentionRefused("cu_seq_lens_q and cu_seq_lens_k differ: cross attention is not supported")
     longest = kwargs.get("max_length_q")
     bounds = Boundaries(cu_seqlens, int(longest) if longest is not None else None)
-    if cu_seqlens.device.type == "cpu" and bounds.host[-1] != num_tokens:
+    on_host = cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and bounds.host[-1] != num_tokens:
         raise AttentionRefused(
             f"cu_seq_lens_q ends at {bounds.host[-1]}, but there are {num_tokens} tokens: "
             "it must span the whole batch"

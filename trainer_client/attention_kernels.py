@@ -42,6 +42,10 @@ class Boundaries:
             self._max_seqlen = max(end - start for start, end in pairwise(host))
         return self._max_seqlen
 
+    def reach(self, num_tokens: int) -> int:
+        """The longest segment where that is known without a wait, else `num_tokens`."""
+        return num_tokens if self._max_seqlen is None else self._max_seqlen
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -99,7 +103,7 @@ def choose(call: Call, backend: str) -> Callable[[Call], torch.Tensor]:
     why = []
     for name in names:
         kernel = KERNELS[name]
-        function = _function(name)
+        function = find(name)
         lacks = kernel.lacks(call)
         if lacks is None and function is None:
             lacks = f"{kernel.needs} is not installed"
@@ -113,13 +117,28 @@ def choose(call: Call, backend: str) -> Callable[[Call], torch.Tensor]:
 
 
 _functions: dict[str, Any] = {}
+_parameters: dict[Any, frozenset[str]] = {}  # by function: torch.compile cannot look into signatures
 _logged: set[tuple[str, str, torch.dtype]] = set()
 
 
-def _function(name: str) -> Any:
+def find(name: str) -> Any:
+    """The kernel's function, looked for once; None where it is not installed."""
     if name not in _functions:
         _functions[name] = KERNELS[name].function()
     return _functions[name]
+
+
+def prepare(name: str) -> None:
+    """Import the kernel and read its signature, neither of which compiled code can do."""
+    if (function := find(name)) is not None and name != "sdpa":
+        _accepted(function)
+
+
+def _accepted(function: Any) -> frozenset[str]:
+    """The names of the parameters that a kernel's function takes."""
+    if function not in _parameters:
+        _parameters[function] = frozenset(inspect.signature(function).parameters)
+    return _parameters[function]
 
 
 _ignored: dict[tuple[str, str, torch.device], bool] = {}
@@ -142,6 +161,7 @@ def _ignores(name: str, function: Any, call: Call) -> str | None:
     return None
 
 
+@torch.compiler.disable
 def _honours(kernel: Kernel, function: Any, feature: str, call: Call) -> bool:
     """Whether the kernel's numbers with one feature are those of attention written out."""
     generator = torch.Generator().manual_seed(0)
@@ -176,6 +196,8 @@ def _honours(kernel: Kernel, function: Any, feature: str, call: Call) -> bool:
 
 
 def _log_once(name: str, call: Call) -> None:
+    if torch.compiler.is_compiling():
+        return
     key = (name, call.q.device.type, call.q.dtype)
     if key not in _logged:
         _logged.add(key)
@@ -191,7 +213,7 @@ def _window(call: Call, none: int | None = -1) -> tuple[int | None, int | None]:
 
 def _flash(call: Call, function: Any) -> torch.Tensor:
     """flash_attn_varlen_func of FlashAttention 2, 3 and 4."""
-    accepted = inspect.signature(function).parameters
+    accepted = _accepted(function)
     wanted: dict[str, Any] = {
         "cu_seqlens_q": call.bounds.cu_seqlens,
         "cu_seqlens_k": call.bounds.cu_seqlens,
@@ -224,7 +246,7 @@ def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
     q, k, v = call.q, call.k, call.v
     extra: dict[str, Any] = {}
     if (groups := q.shape[1] // k.shape[1]) > 1:
-        if "enable_gqa" in inspect.signature(function).parameters:
+        if "enable_gqa" in _accepted(function):
             extra["enable_gqa"] = True
         else:  # torch 2.11
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -243,11 +265,14 @@ def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
     )
 
 
+@torch.compiler.disable  # a graph for each set of boundaries is of no use
 def _per_segment(call: Call, function: Any) -> torch.Tensor:
     """Each segment alone: exact by construction. Memory O(longest segment squared) at worst."""
     host = call.bounds.host
     parts = []
     for start, end in pairwise(host):
+        if start == end:  # of a static shape
+            continue
         # (tokens, heads, dim) to (1, heads, tokens, dim)
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in (call.q, call.k, call.v))
         if call.softcap is not None:

@@ -210,6 +210,8 @@ def test_a_forced_backend_is_taken_or_refused() -> None:
         attention.register(backend="fast")
     with pytest.raises(ImportError, match="flash_attn_interface"):
         attention.register(backend="flash3")
+    with pytest.raises(ValueError, match='without "flash" is required'):
+        attention.register(name="my-flash")  # transformers would look for a kernel of that name
     batch = batch_of()
     attention.register(backend="torch", name="padfree-torch")
     with pytest.raises(AttentionRefused, match="torch: it needs CUDA"):
