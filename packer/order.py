@@ -312,6 +312,11 @@ class StepDeal:
     def num_steps(self) -> int:
         return int(self._loops[-1])
 
+    @property
+    def first_step(self) -> int:
+        """The optimiser step of the epoch that the offset lies in."""
+        return self._first
+
     def loops_of(self, optimizer_step: int) -> tuple[int, int]:
         """The half-open range of loop steps of an optimiser step of the epoch; empty before the offset.
 
@@ -352,12 +357,20 @@ class StepDeal:
 
 
 def rank_costs(
-    deal: Deal, costs: Callable[[NDArray[np.int64]], NDArray[np.int64]], *, block: int = 1 << 12
+    deal: Deal,
+    costs: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    *,
+    max_steps: int = 1 << 62,
+    block: int = 1 << 12,
 ) -> NDArray[np.int64]:
-    """What each rank's packs cost in each loop step, (num_steps, world_size). costs: as in EvenDeal."""
+    """What each rank's packs cost in each loop step, (steps, world_size), of at most the first `max_steps`.
+
+    costs: as in EvenDeal.
+    """
     parts = [np.zeros((0, 1), np.int64)]
-    for first in range(0, deal.num_steps, block):
-        position = deal.all_positions(np.arange(first, min(first + block, deal.num_steps)))
+    num_steps = min(deal.num_steps, max_steps)
+    for first in range(0, num_steps, block):
+        position = deal.all_positions(np.arange(first, min(first + block, num_steps)))
         cost = np.zeros(position.shape, np.int64)
         is_real = position != FILLER
         cost[is_real] = costs(position[is_real])

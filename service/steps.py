@@ -64,6 +64,7 @@ async def balance(
         int | None, BeforeValidator(lambda value: None if value == "" else value), Query()
     ] = None,
     tail: Annotated[Literal["drop", "pad"], Query()] = "drop",
+    max_steps: Annotated[int, Query(ge=1, description="Of the first so many steps")] = 1 << 40,
     service: Service = Depends(service_of),  # noqa: B008
 ) -> dict[str, Any]:
     """How unevenly an epoch's steps cost the ranks, without and with balance=attention.
@@ -79,6 +80,7 @@ async def balance(
         epoch=epoch,
         shuffle_seed=shuffle_seed,
         tail=tail,
+        max_steps=max_steps,
     ).of(snapshot)
     return await service.long_in_thread(_shares, service, wanted, snapshot)
 
@@ -89,6 +91,6 @@ def _shares(service: Service, wanted: StreamRequest, snapshot: Snapshot) -> dict
     for mode in modes:
         request = replace(wanted, balance=mode)
         epoch = epoch_order(request, snapshot, service.blocks, service.steps)
-        costs = order.rank_costs(deal(request, epoch), epoch.costs)
+        costs = order.rank_costs(deal(request, epoch), epoch.costs, max_steps=wanted.max_steps or 1 << 40)
         shares[mode], num_steps = order.idle_share(costs), len(costs)
     return {"num_steps": num_steps, "idle_share": shares}

@@ -99,9 +99,18 @@ def start_dataset(
 
 
 def commit_partition(
-    store_root: Path | str, dataset: str, partition: int, packs: Sequence[Pack], *, packs_per_shard: int
+    store_root: Path | str,
+    dataset: str,
+    partition: int,
+    packs: Sequence[Pack],
+    *,
+    packs_per_shard: int,
+    steps: Sequence[int] | None = None,
 ) -> None:
-    """Write the packs as shards of at most `packs_per_shard` and commit them as one partition."""
+    """Write the packs as shards of at most `packs_per_shard` and commit them as one partition.
+
+    steps: the optimiser step of each pack, for strategy "step".
+    """
     store = LocalStore(store_root)
     shards, rows = [], [np.empty(0, ROWS)]
     for number, first in enumerate(range(0, len(packs), packs_per_shard)):
@@ -119,7 +128,8 @@ def commit_partition(
                 sha256=hashlib.sha256(data).hexdigest(),
             )
         )
-        rows.append(shard_rows(number, index))
+        of_part = None if steps is None else np.asarray(steps[first : first + packs_per_shard])
+        rows.append(shard_rows(number, index, of_part))
     commit = Commit(
         partition=partition,
         shards=tuple(shards),
@@ -166,6 +176,31 @@ def build_dataset(
         commit_partition(
             store_root, dataset, partition, packs[first : first + size], packs_per_shard=packs_per_shard
         )
+    if finished:
+        finish_dataset(store_root, dataset, len(starts), packs)
+    return dataset
+
+
+def build_step_dataset(
+    store_root: Path | str,
+    packs: Sequence[Pack],
+    sizes: Sequence[int],
+    *,
+    packs_per_shard: int = 3,
+    steps_per_partition: int = 4,
+    finished: bool = True,
+) -> str:
+    """Lay `packs` into a store as a dataset of strategy "step": optimiser step i takes sizes[i] packs."""
+    packing = PackingSpec(strategy="step", step_size=8)
+    identity = f"steps {list(sizes)} {[pack.input_ids.tolist() for pack in packs]}"
+    dataset = start_dataset(store_root, identity=identity, packing=packing)
+    bounds = np.cumsum([0, *sizes]).tolist()
+    starts = range(0, len(sizes), steps_per_partition)
+    for partition, first in enumerate(starts):
+        last = min(first + steps_per_partition, len(sizes))
+        steps = np.repeat(np.arange(first, last), sizes[first:last]).tolist()
+        part = packs[bounds[first] : bounds[last]]
+        commit_partition(store_root, dataset, partition, part, packs_per_shard=packs_per_shard, steps=steps)
     if finished:
         finish_dataset(store_root, dataset, len(starts), packs)
     return dataset

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """`packs_per_step` packs laid end to end.
+    """The packs that one rank trains on in one loop step, laid end to end: packs_per_step of them, or one of
+    a "step" dataset.
 
     input_ids: (num_tokens,) int32. loss_mask: (num_tokens,) bool. cu_seqlens: (num_segments + 1,) int32,
     over the whole batch. example_ids: (num_segments,) int64, the examples' indices in the source, -1 for
@@ -34,8 +35,9 @@ class PackedBatch:
     example_ids: NDArray[np.int64]
     num_packs: int
     epoch: int
-    step: int  # within the epoch, counted from 0 over all resumes
+    step: int  # loop step within the epoch, counted from 0 over all resumes
     num_items_in_batch: int  # trained tokens of the whole optimiser step, over all ranks
+    optimizer_step: int = 0  # within the epoch; other than `step` in a "step" dataset alone
     step_done: bool = True  # the last micro-batch of its optimiser step
     is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
     state: dict[str, Any] = field(default_factory=dict)  # of the stream, once this batch was taken
@@ -118,6 +120,7 @@ def flatten(
     num_items: int,
     step_done: bool,
     state: dict[str, Any],
+    optimizer_step: int | None = None,
 ) -> PackedBatch:
     """One batch of the packs of one rank's step. `padding[i]`: pack i only fills up the step.
 
@@ -134,6 +137,7 @@ def flatten(
         num_packs=len(real),
         epoch=epoch,
         step=step,
+        optimizer_step=step if optimizer_step is None else optimizer_step,
         num_items_in_batch=num_items,
         step_done=step_done,
         is_padding=not real,

@@ -6,35 +6,42 @@ exactly on two or eight: the packs that are left are dealt out anew from pack `p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from packer import order
-from trainer_client.errors import DatasetTooSmall, StateMismatch
+from trainer_client.errors import StateMismatch
 
 STATE_VERSION = 1
 Tail = Literal["drop", "pad"]
+Balance = Literal["none", "attention"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """After how much of which epoch. `step` counts the steps taken in this epoch, on any world size."""
+    """After how much of which epoch. `step` counts the loop steps of this epoch, on any world size."""
 
     epoch: int = 0
-    packs: int = 0  # of this epoch, consumed by all ranks together
+    packs: int = 0  # of this epoch, consumed by all ranks together; fillers are none
     step: int = 0
+    micro_step: int = 0  # of a "step" dataset: loop steps taken of an optimiser step that is not done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How an epoch is dealt to ranks and steps, and which rank this is."""
+    """How an epoch is dealt to ranks and steps, and which rank this is.
+
+    Of a "step" dataset packs_per_step and tail are not used: an optimiser step is dealt whole, one pack a
+    rank and loop step.
+    """
 
     rank: int = 0
     world_size: int = 1
     packs_per_step: int = 1
     shuffle_seed: int | None = 0
     tail: Tail = "drop"
+    balance: Balance = "none"
 
     def __post_init__(self) -> None:
         for name in ("world_size", "packs_per_step"):
@@ -47,21 +54,13 @@ class Split:
             )
         if self.tail not in ("drop", "pad"):
             raise ValueError(f'tail: "drop" or "pad" is required, found {self.tail!r}')
+        if self.balance not in ("none", "attention"):
+            raise ValueError(f'balance: "none" or "attention" is required, found {self.balance!r}')
 
     @property
     def packs_of_step(self) -> int:
         """Packs that all ranks together take in one step."""
         return self.world_size * self.packs_per_step
-
-    def positions(self, step: int, *, offset: int) -> tuple[int, int]:
-        """This rank's half-open range of positions in step `step` counted from pack `offset`."""
-        return order.rank_positions(
-            step,
-            rank=self.rank,
-            world_size=self.world_size,
-            packs_per_step=self.packs_per_step,
-            offset=offset,
-        )
 
     def num_steps(self, num_packs: int, *, offset: int = 0) -> int:
         """Steps that every rank takes from pack `offset` to the end of an epoch."""
@@ -77,31 +76,10 @@ class Split:
         """Packs of an epoch that tail="drop" leaves out."""
         return max(0, num_packs - self.num_steps(num_packs) * self.packs_of_step)
 
-    def require_steps(self, num_packs: int, dataset: str) -> None:
-        """Raise DatasetTooSmall where an epoch has no step."""
-        if self.num_steps(num_packs) == 0:
-            raise DatasetTooSmall(dataset, num_packs=num_packs, packs_needed=self.packs_of_step)
 
-    def after(self, cursor: Cursor, num_steps: int = 1) -> Cursor:
-        """The cursor `num_steps` further in the same epoch."""
-        return Cursor(
-            epoch=cursor.epoch,
-            packs=cursor.packs + num_steps * self.packs_of_step,
-            step=cursor.step + num_steps,
-        )
-
-    def normal(self, cursor: Cursor, num_packs: int | None) -> Cursor:
-        """The same place said in one way: the end of an epoch is the start of the next one.
-
-        While packing runs (num_packs is None) the end is not known and the cursor stays as it is; it
-        means the same place then as later.
-        """
-        if cursor.packs and num_packs is not None and not self.num_steps(num_packs, offset=cursor.packs):
-            return Cursor(epoch=cursor.epoch + 1)
-        return cursor
-
-
-def to_state(cursor: Cursor, split: Split, dataset: str) -> dict[str, Any]:
+def to_state(
+    cursor: Cursor, split: Split, dataset: str, skip: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     """A small JSON document that says all that is needed to go on."""
     return {
         "version": STATE_VERSION,
@@ -109,17 +87,21 @@ def to_state(cursor: Cursor, split: Split, dataset: str) -> dict[str, Any]:
         "epoch": cursor.epoch,
         "packs": cursor.packs,
         "step": cursor.step,
+        "micro_step": cursor.micro_step,
         "shuffle_seed": split.shuffle_seed,
         "world_size": split.world_size,
         "packs_per_step": split.packs_per_step,
         "tail": split.tail,
+        "balance": split.balance,
+        "skip": list(skip),
     }
 
 
 def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
     """The cursor in `state`. Raises StateMismatch where it is of another dataset or order.
 
-    world_size, packs_per_step and tail may differ: what is left is dealt out by the stream's own.
+    world_size, packs_per_step and tail may differ: what is left is dealt out by the stream's own. balance
+    may, save within an optimiser step of a "step" dataset, whose packs it reorders.
     """
     missing = {"version", "dataset", "epoch", "packs", "shuffle_seed"} - set(state)
     if missing or state["version"] != STATE_VERSION:
@@ -146,7 +128,20 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
             found=state["shuffle_seed"],
             hint="packs would be lost or doubled: open the stream with the seed of the state",
         )
-    cursor = Cursor(epoch=int(state["epoch"]), packs=int(state["packs"]), step=int(state.get("step", 0)))
-    if min(cursor.epoch, cursor.packs, cursor.step) < 0:
-        raise ValueError(f"epoch, packs and step must not be negative, found {cursor}")
+    cursor = Cursor(
+        epoch=int(state["epoch"]),
+        packs=int(state["packs"]),
+        step=int(state.get("step", 0)),
+        micro_step=int(state.get("micro_step", 0)),
+    )
+    if min(cursor.epoch, cursor.packs, cursor.step, cursor.micro_step) < 0:
+        raise ValueError(f"epoch, packs and steps must not be negative, found {cursor}")
+    if cursor.micro_step and state.get("balance", "none") != split.balance:
+        raise StateMismatch(
+            "balance",
+            wanted=split.balance,
+            found=state.get("balance", "none"),
+            hint="it was saved within an optimiser step, whose packs have another order then: open the "
+            "stream with the balance of the state",
+        )
     return cursor

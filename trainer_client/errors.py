@@ -54,6 +54,12 @@ class StateMismatch(ClientError, ValueError):
         self.what = what
         self.wanted = wanted
         self.found = found
+        self.hint = hint
+
+    def because(self, reason: str) -> StateMismatch:
+        """The same error with a reason, where there is one."""
+        hint = f"{reason}; {self.hint}" if reason else self.hint
+        return StateMismatch(self.what, wanted=self.wanted, found=self.found, hint=hint)
 
 
 class StreamRefused(ClientError):

@@ -7,20 +7,25 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from packer import order
-from packer.manifest import Manifest, ManifestError
+from packer.manifest import Manifest, ManifestError, lock_key
 from packer.shard import Stamp, padding_pack
 from packer.store import LocalStore
+from trainer_client.course import Layout
+from trainer_client.cursor import Split
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, StreamTimeout, UnknownDataset
 from trainer_client.transport import Received, Request, decode
 
 _MAX_OPEN_SHARDS = 32  # a map holds a file descriptor; a permuted epoch touches shards in any order
 _POLL_S = 0.1
+_WINDOW = 256  # steps planned at once
 
 
 class FolderTransport:
@@ -37,13 +42,27 @@ class FolderTransport:
         self._lock = threading.Lock()  # the training thread may ask for num_packs beside the reader
         self._known = False
 
-    def num_packs(self) -> int | None:
+    def layout(self) -> Layout:
         self._require_known()
         self._refresh()
-        return self._manifest.num_packs if self._manifest.finished is not None else None
+        finished = self._manifest.finished is not None
+        return Layout(num_packs=self._manifest.num_packs if finished else None, step_sizes=self._step_sizes())
+
+    def spec(self) -> dict[str, Any]:
+        self._require_known()
+        return (self._manifest.spec() or {}).get("spec", {})
+
+    def idle_shares(self, split: Split, epoch: int, max_steps: int) -> dict[str, float]:
+        self._refresh()
+        shares: dict[str, float] = {}
+        balances: tuple[Literal["none", "attention"], ...] = ("none", "attention")
+        for balance in balances:
+            one = self._epoch(Request(split=replace(split, balance=balance), epoch=epoch))
+            shares[balance] = order.idle_share(order.rank_costs(one.deal, one.costs, max_steps=max_steps))
+        return shares
 
     def still_packing(self) -> bool:
-        return self._manifest.finished is None
+        return self._manifest.finished is None and self._store.is_locked(lock_key(self.dataset))
 
     def fresh(self) -> FolderTransport:
         other = FolderTransport(self._root, self.dataset, timeout_s=self._timeout_s)
@@ -54,11 +73,18 @@ class FolderTransport:
         self._closed.set()
 
     def packs(self, request: Request) -> Generator[Received, None, None]:
-        step = request.start
-        end = None if request.max_steps is None else step + request.max_steps
-        while (end is None or step < end) and self._wait_for_step(request, step):
-            yield from self._step(request, step)
-            step += 1
+        step, left = request.start, request.max_steps
+        epoch = None
+        while left is None or left > 0:
+            if epoch is None or step >= epoch.num_steps:
+                epoch = self._wait_for_step(request, step)
+                if epoch is None:
+                    return
+            stop = min(epoch.num_steps, step + _WINDOW * request.stride)
+            steps = np.arange(step, stop, request.stride)[:left]
+            yield from self._steps(epoch, steps)
+            step += len(steps) * request.stride
+            left = None if left is None else left - len(steps)
 
     def _require_known(self) -> None:
         if self._known:
@@ -80,49 +106,69 @@ class FolderTransport:
         except OSError as error:
             raise Lost(f"the store cannot be read: {error}") from error
 
-    def _wait_for_step(self, request: Request, step: int) -> bool:
-        """Wait until all packs of `step` are committed; False where the epoch has no such step."""
-        self._require_known()
-        split, manifest = request.split, self._manifest
-        last = request.offset + (step + 1) * split.packs_of_step
-        deadline = time.monotonic() + self._timeout_s
-        while manifest.finished is None and (manifest.num_packs < last or request.epoch > 0):
-            if self._refresh():
-                deadline = time.monotonic() + self._timeout_s
-                continue
-            if failed := manifest.failed():
-                raise DatasetFailed(self.dataset, _reason(failed))
-            if manifest.spec() is None:
-                raise UnknownDataset(f"dataset {self.dataset} was removed from the store {self._root}")
-            if time.monotonic() > deadline:
-                raise StreamTimeout(
-                    f"dataset {self.dataset} in {self._root} has {manifest.num_packs} packs, is unfinished, "
-                    f"and none was added for {self._timeout_s:g} s (step {step} needs {last}); is it still "
-                    "being packed? `padfree pack` goes on where it stopped; or give a longer timeout_s"
-                )
-            if self._closed.wait(_POLL_S):
-                raise Lost("closed")
-        if manifest.finished is None:
-            return True
-        return step < split.num_steps(manifest.num_packs, offset=request.offset)
+    def _step_sizes(self) -> NDArray[np.int64] | None:
+        sizes = self._manifest.step_sizes()
+        if sizes is None and self.spec().get("packing", {}).get("strategy") == "step":
+            return np.empty(0, np.int64)  # nothing is committed yet
+        return sizes
 
-    def _step(self, request: Request, step: int) -> Iterator[Received]:
-        split, manifest = request.split, self._manifest
-        num_packs = manifest.num_packs
-        first = request.offset + step * split.packs_of_step
-        whole = np.arange(first, min(first + split.packs_of_step, num_packs), dtype=np.int64)
-        of_step = order.pack_at(
-            whole, num_packs=num_packs, epoch=request.epoch, shuffle_seed=split.shuffle_seed
+    def _epoch(self, request: Request) -> Epoch:
+        """The request's epoch as far as it is committed now."""
+        manifest = self._manifest
+        return Epoch(
+            request=request,
+            rows=manifest.rows,
+            step_sizes=manifest.step_sizes(),
+            finished=manifest.finished is not None,
         )
-        num_items = int(manifest.rows["num_trained"][of_step].sum(dtype=np.int64))
-        start, end = split.positions(step, offset=request.offset)
-        for position in range(start, end):
-            filler = position >= num_packs
-            stamp = Stamp(epoch=request.epoch, step=step, num_items=num_items, step_done=True, padding=filler)
-            if filler:
+
+    def _wait_for_step(self, request: Request, step: int) -> Epoch | None:
+        """Wait until all packs of `step` are committed; None where the epoch has no such step."""
+        self._require_known()
+        manifest = self._manifest
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            epoch = self._epoch(request)
+            if step < epoch.num_steps:
+                return epoch
+            if manifest.finished is not None:
+                return None
+            while not self._refresh():
+                if self.still_packing():  # slow, but alive
+                    deadline = time.monotonic() + self._timeout_s
+                self._require_future(step, deadline)
+                if self._closed.wait(_POLL_S):
+                    raise Lost("closed")
+            deadline = time.monotonic() + self._timeout_s
+
+    def _require_future(self, step: int, deadline: float) -> None:
+        """Raise where no more packs will come, or where none came until the deadline."""
+        manifest = self._manifest
+        if failed := manifest.failed():
+            raise DatasetFailed(self.dataset, _reason(failed))
+        if manifest.spec() is None:
+            raise UnknownDataset(f"dataset {self.dataset} was removed from the store {self._root}")
+        if time.monotonic() > deadline:
+            raise StreamTimeout(
+                f"dataset {self.dataset} in {self._root} has {manifest.num_packs} packs, is unfinished, "
+                f"nobody packs it, and none was added for {self._timeout_s:g} s (step {step} needs more); "
+                "`padfree pack` goes on where it stopped; or give a longer timeout_s"
+            )
+
+    def _steps(self, epoch: Epoch, steps: NDArray[np.int64]) -> Iterator[Received]:
+        """This rank's packs of some steps."""
+        for number, step, num_items, done in epoch.messages(steps):
+            stamp = Stamp(
+                epoch=epoch.request.epoch,
+                step=step,
+                num_items=num_items,
+                step_done=done,
+                padding=number == order.FILLER,
+            )
+            if stamp.padding:
                 yield Received(pack=padding_pack(), stamp=stamp, num_bytes=0)
             else:
-                yield self._read(int(of_step[position - first]), stamp)
+                yield self._read(number, stamp)
 
     def _read(self, number: int, stamp: Stamp) -> Received:
         row = self._manifest.rows[number]
@@ -158,6 +204,76 @@ class FolderTransport:
         if len(self._maps) > _MAX_OPEN_SHARDS:
             self._maps.popitem(last=False)
         return view
+
+
+class Epoch:
+    """The order of an epoch over the packs that are committed, and what one rank gets of it.
+
+    num_steps: loop steps from the request's offset on whose packs are all committed.
+    """
+
+    def __init__(
+        self, *, request: Request, rows: np.ndarray, step_sizes: NDArray[np.int64] | None, finished: bool
+    ) -> None:
+        self.request, self._rows = request, rows
+        split = request.split
+        self._of_steps: order.StepOrder | None = None
+        is_balanced = split.balance == "attention"
+        self.deal: order.Deal
+        if step_sizes is not None:
+            costs = order.attention_cost(rows["sum_squares"], rows["num_tokens"]) if is_balanced else None
+            self._of_steps = order.step_order(
+                step_sizes, epoch=request.epoch, shuffle_seed=split.shuffle_seed, costs=costs
+            )
+            self.deal = order.StepDeal(
+                order=self._of_steps,
+                offset=request.offset,
+                world_size=split.world_size,
+                balanced=is_balanced,
+            )
+        else:
+            self.deal = order.EvenDeal(
+                num_packs=len(rows),
+                offset=request.offset,
+                world_size=split.world_size,
+                packs_per_step=split.packs_per_step,
+                tail=split.tail if finished else "drop",  # while packing, a step that is not full will be
+                costs=self.costs if is_balanced else None,
+            )
+        # The order of a later epoch needs the number of packs.
+        self.num_steps = self.deal.num_steps if finished or request.epoch == 0 else 0
+
+    def packs(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The packs that stand at `positions`, (k,) int64 each."""
+        if self._of_steps is not None:
+            return self._of_steps.packs[positions]
+        return order.pack_at(
+            positions,
+            num_packs=len(self._rows),
+            epoch=self.request.epoch,
+            shuffle_seed=self.request.split.shuffle_seed,
+        )
+
+    def costs(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows = self._rows[self.packs(positions)]
+        return order.attention_cost(rows["sum_squares"], rows["num_tokens"])
+
+    def messages(self, steps: NDArray[np.int64]) -> Iterator[tuple[int, int, int, bool]]:
+        """(pack or order.FILLER, step, trained tokens of the optimiser step, whether it is done) of each
+        of this rank's packs."""
+        dealt = self.deal.take(steps, self.request.split.rank)
+        position = dealt.position
+        packs = np.full(position.shape, order.FILLER, np.int64)
+        packs[position != order.FILLER] = self.packs(position[position != order.FILLER])
+        sizes = dealt.stop - dealt.begin
+        first = np.cumsum(sizes) - sizes
+        whole = np.repeat(dealt.begin - first, sizes) + np.arange(sizes.sum())
+        trained = self._rows["num_trained"][self.packs(whole)].astype(np.int64)
+        items = np.add.reduceat(trained, first) if len(trained) else sizes
+        columns: tuple[Any, ...] = (packs, steps, items, dealt.done)
+        for numbers, step, num_items, done in zip(*(column.tolist() for column in columns), strict=True):
+            for place, number in enumerate(numbers, start=1):
+                yield number, step, num_items, done and place == len(numbers)
 
 
 def _reason(failed: dict[str, Any]) -> str:

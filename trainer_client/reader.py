@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_client.batch import PackedBatch, flatten
+from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_steps
 from trainer_client.cursor import Cursor, Split, to_state
 from trainer_client.errors import DataDamaged, Lost, Silent, StreamTimeout
 from trainer_client.prefetch import Meter
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _MAX_DAMAGED = 5
+_ASK_AGAIN_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +100,9 @@ class Reader:
     meter: Meter
     device: Any = None
     lane: Lane = field(default_factory=Lane)
+    skips: tuple[Skip, ...] = ()
     cancelled: threading.Event = field(default_factory=threading.Event)
-    num_packs: int | None = None
+    layout: Layout | None = None
     end: Cursor | None = None  # where the iteration ended, once it has
 
     def cancel(self) -> None:
@@ -110,9 +113,11 @@ class Reader:
     def batches(self, cursor: Cursor) -> Iterator[PackedBatch]:
         """Batches from the cursor to the next multiple of `epochs` (or without end)."""
         upload = self._uploader()
-        retry = self._retry()
-        self._learn_num_packs(retry)
-        cursor = self.split.normal(cursor, self.num_packs)
+        self._learn_layout(self._retry())
+        if self.cancelled.is_set():
+            return
+        assert self.layout is not None
+        cursor = normal(cursor, self.split, self.layout)
         stop = self._stop_epoch(cursor)
         done = 0
         while not self.cancelled.is_set() and (stop is None or cursor.epoch < stop):
@@ -120,11 +125,12 @@ class Reader:
                 yield upload(batch) if upload is not None else batch
             if self.cancelled.is_set():
                 return
-            steps = self._num_steps(cursor)
+            course = self._course(cursor)
             cursor = Cursor(epoch=cursor.epoch + 1)
-            if not done and not steps:
+            if not done and not course.num_steps:
                 stop = self._stop_epoch(cursor)  # we stood at an end that nobody knew to be one
-            done += steps
+            assert course.num_kept is not None
+            done += course.num_kept
         self.end = cursor
 
     def _stop_epoch(self, cursor: Cursor) -> int | None:
@@ -146,74 +152,97 @@ class Reader:
             meter=self.meter,
         )
 
-    def _learn_num_packs(self, retry: Retry) -> None:
-        """Ask how large the dataset is, as long as it takes to be told. It stays None while it grows."""
-        while self.num_packs is None and not self.cancelled.is_set():
+    # -------------------------------------------------------------- the dataset
+
+    def _learn_layout(self, retry: Retry) -> None:
+        """Ask how large the dataset is, as long as it takes to be told. It may still grow."""
+        while not self.cancelled.is_set():
             try:
-                self.num_packs = self.transport.num_packs()
+                self._refresh()
             except Lost as error:
                 retry.failed(error, "asking for its state")
             else:
-                break
-        if self.num_packs is not None:
-            self.split.require_steps(self.num_packs, self.transport.dataset)
+                return
+
+    def _refresh(self) -> Layout:
+        """What is known now. Raises DatasetTooSmall where an epoch has no step."""
+        if self.layout is None or self.layout.num_packs is None:
+            self.layout = self.transport.layout()
+            require_steps(self.layout, self.split, self.transport.dataset)
+        return self.layout
+
+    def _course(self, start: Cursor) -> Course:
+        assert self.layout is not None
+        return Course(split=self.split, layout=self.layout, start=start, skips=self.skips)
+
+    # -------------------------------------------------------------- an epoch
 
     def _epoch(self, start: Cursor, done: int) -> Iterator[PackedBatch]:
         """The lane's batches from `start` to the end of its epoch. Steps are counted from there."""
-        step, retry = self.lane.first(done), self._retry()
-        max_steps = None if self.lane.count == 1 else 1  # between a lane's steps lie those of others
+        number, retry = self.lane.first(done), self._retry()  # of the steps that are not left out
+        course = self._course(start)
         while not self.cancelled.is_set():
-            if self.num_packs is not None and step >= self._num_steps(start):
+            if course.layout is not self.layout:
+                course = self._course(start)
+            step = course.kept(number)
+            if course.num_steps is not None and step >= course.num_steps:
                 self._log_left_over(start)
                 return
-            request = Request(
-                split=self.split, epoch=start.epoch, offset=start.packs, start=step, max_steps=max_steps
-            )
-            first = step
             try:
-                with contextlib.closing(self._steps(request, start)) as batches:
+                if not course.knows(step) and self._waits_to_know(course, step):
+                    continue
+                max_steps = course.until_gap(step, self.lane.count)
+                request = Request(
+                    split=self.split,
+                    epoch=start.epoch,
+                    offset=start.packs,
+                    start=step,
+                    stride=self.lane.count,
+                    max_steps=max_steps,
+                )
+                count = 0
+                with contextlib.closing(self._steps(request, course)) as batches:
                     for batch in batches:
                         retry.progress()
                         yield batch
-                        step += self.lane.count
-                if max_steps is None or step == first:
-                    self._check_end(start, step)
+                        number, count = number + self.lane.count, count + 1
+                if max_steps is None or count < max_steps:
+                    self._check_end(start, course.kept(number))
             except Silent as error:
                 if self.transport.still_packing():
                     retry.progress()
                     continue
                 self._failed(retry, error, start, step)
             except Lost as error:
-                self._failed(retry, error, start, step)
+                self._failed(retry, error, start, course.kept(number))
+
+    def _waits_to_know(self, course: Course, step: int) -> bool:
+        """Whether `step` may be one to be left out, which is not known yet; then waits a little."""
+        if course.until_gap(step, 1) is None:
+            return False
+        if self._refresh() is course.layout or not self._course(course.start).knows(step):
+            self.cancelled.wait(_ASK_AGAIN_S)
+        return True
 
     def _failed(self, retry: Retry, error: Lost, start: Cursor, step: int) -> None:
         if self.cancelled.is_set():
             return
         retry.failed(error, f"epoch {start.epoch}, step {start.step + step}")
         with contextlib.suppress(Lost):  # a dataset that failed or is too small says so here
-            if self.num_packs is None and (num_packs := self.transport.num_packs()) is not None:
-                self.num_packs = num_packs
-                self.split.require_steps(num_packs, self.transport.dataset)
+            self._refresh()
 
     def _check_end(self, start: Cursor, step: int) -> None:
         """The stream says the epoch is over: hold it against the number of packs."""
-        if self.num_packs is None:
-            self.num_packs = self.transport.num_packs()
-            if self.num_packs is None:
-                raise Lost(f"the stream ended at step {step}, but the dataset is still being packed")
-            self.split.require_steps(self.num_packs, self.transport.dataset)
-        if step < (steps := self._num_steps(start)):
+        if self._refresh().num_packs is None:
+            raise Lost(f"the stream ended at step {step}, but the dataset is still being packed")
+        steps = self._course(start).num_steps
+        if steps is not None and step < steps:
             raise Lost(f"the stream ended after {step} of {steps} steps")
 
-    def _num_steps(self, start: Cursor) -> int:
-        """Steps from `start` to the end of its epoch, once the number of packs is known."""
-        assert self.num_packs is not None
-        return self.split.num_steps(self.num_packs, offset=start.packs)
-
     def _log_left_over(self, start: Cursor) -> None:
-        assert self.num_packs is not None
-        left_over = self.split.num_left_over(self.num_packs)
-        if left_over and self.split.tail == "drop":
+        assert self.layout is not None
+        left_over = num_left_over(self.layout, self.split)
+        if left_over:
             log.info(
                 'epoch %d of dataset %s is over; %d packs filled no step and were left out (tail="drop")',
                 start.epoch,
@@ -221,10 +250,11 @@ class Reader:
                 left_over,
             )
 
-    def _steps(self, request: Request, start: Cursor) -> Generator[PackedBatch, None, None]:
+    def _steps(self, request: Request, course: Course) -> Generator[PackedBatch, None, None]:
         """Packs grouped to steps."""
         group: list[Received] = []
         step = request.start
+        size = course.packs_a_batch
         with contextlib.closing(self.transport.packs(request)) as packs:
             for received in packs:
                 stamp = received.stamp
@@ -234,22 +264,37 @@ class Reader:
                         f"epoch {stamp.epoch}",
                         damaged=True,
                     )
+                if not course.knows(step):
+                    course = self._better_course(course, step)
                 group.append(received)
-                if len(group) == self.split.packs_per_step:
-                    yield self._batch(group, start, step)
-                    group, step = [], step + 1
+                if len(group) == size:
+                    yield self._batch(group, course, step)
+                    group, step = [], step + request.stride
         if group:
             raise Lost(f"the stream ended within step {step}")
 
-    def _batch(self, group: list[Received], start: Cursor, step: int) -> PackedBatch:
-        split, stamp = self.split, group[-1].stamp
-        after = split.normal(split.after(start, step + 1), self.num_packs)
+    def _better_course(self, course: Course, step: int) -> Course:
+        """A course that knows `step`, of which a pack has come: more was packed since."""
+        self._refresh()
+        course = self._course(course.start)
+        if not course.knows(step):
+            raise Lost(f"step {step} came, but the dataset does not list its optimiser step yet")
+        return course
+
+    def _batch(self, group: list[Received], course: Course, step: int) -> PackedBatch:
+        stamp = group[-1].stamp
         return flatten(
             [received.pack for received in group],
             padding=[received.stamp.padding for received in group],
-            epoch=start.epoch,
-            step=start.step + step,
+            epoch=course.start.epoch,
+            step=course.start.step + step,
+            optimizer_step=course.optimizer_step(step),
             num_items=stamp.num_items,
             step_done=stamp.step_done,
-            state=to_state(after, split, self.transport.dataset),
+            state=to_state(
+                course.after(step),
+                self.split,
+                self.transport.dataset,
+                [skip.to_document() for skip in self.skips],
+            ),
         )

@@ -18,9 +18,12 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from packer import shard
 from packer.shard import ShardError, read_stamp
+from trainer_client.course import Layout
+from trainer_client.cursor import Split
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
 from trainer_client.transport import Received, Request, decode
 
@@ -51,7 +54,7 @@ class HttpTransport:
         self._path = f"{parts.path.rstrip('/')}/v1/datasets/{quote(dataset, safe='')}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._silence_s = silence_s
-        self._num_packs: int | None = None
+        self._layout = Layout()
         self._token = token
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None
@@ -60,12 +63,26 @@ class HttpTransport:
 
     # -------------------------------------------------------------- the dataset
 
-    def num_packs(self) -> int | None:
-        if self._num_packs is None:
+    def layout(self) -> Layout:
+        if self._layout.num_packs is None:
             view = self._view()
-            if view.get("state") == "ready":
-                self._num_packs = int(view["report"]["num_packs"])
-        return self._num_packs
+            is_ready = view.get("state") == "ready"
+            sizes = None
+            if _strategy(view) == "step":
+                sizes = self._step_sizes(is_ready)
+            self._layout = Layout(
+                num_packs=int(view["report"]["num_packs"]) if is_ready else None, step_sizes=sizes
+            )
+        return self._layout
+
+    def spec(self) -> dict[str, Any]:
+        return self._view().get("spec") or {}
+
+    def idle_shares(self, split: Split, epoch: int, max_steps: int) -> dict[str, float]:
+        query = {**_query(Request(split=split, epoch=epoch)), "max_steps": max_steps}
+        names = ("world_size", "packs_per_step", "epoch", "shuffle_seed", "tail", "max_steps")
+        wanted = {name: query[name] for name in names if name in query}
+        return self._ask(f"/balance?{urlencode(wanted)}")["idle_share"]
 
     def still_packing(self) -> bool:
         try:
@@ -73,23 +90,37 @@ class HttpTransport:
         except Lost:
             return False
 
+    def _step_sizes(self, is_ready: bool) -> NDArray[np.int64]:
+        """Packs of each optimiser step that is committed by now."""
+        known = self._layout.step_sizes
+        parts = [np.empty(0, np.int64) if known is None else known]
+        while True:
+            page = self._ask(f"/steps?start={sum(map(len, parts))}")
+            parts.append(np.array(page["num_packs"] or [], np.int64))
+            if page["finished"] or not (is_ready and len(parts[-1])):
+                return np.concatenate(parts)
+
     def _view(self) -> dict[str, Any]:
         """The dataset's view. Raises what its state or an error status means."""
+        view = self._ask("")
+        if view.get("state") in ("failed", "cancelled"):
+            raise DatasetFailed(self.dataset, _reason(view))
+        return view
+
+    def _ask(self, what: str) -> dict[str, Any]:
+        """A JSON answer about the dataset."""
         connection = self._connect(_ASK_S)
         try:
-            connection.request("GET", self._path, headers=self._headers)
+            connection.request("GET", self._path + what, headers=self._headers)
             response = connection.getresponse()
             body = response.read()
             if response.status != 200:
                 raise self._problem(response, body)
-            view = json.loads(body)
+            return json.loads(body)
         except (*_FAULTS, ValueError) as error:
             raise Lost(f"{self._url} cannot be asked for dataset {self.dataset}: {_shown(error)}") from error
         finally:
             connection.close()
-        if view.get("state") in ("failed", "cancelled"):
-            raise DatasetFailed(self.dataset, _reason(view))
-        return view
 
     # -------------------------------------------------------------- the stream
 
@@ -110,7 +141,7 @@ class HttpTransport:
 
     def fresh(self) -> HttpTransport:
         other = HttpTransport(self._given_url, self.dataset, token=self._token, silence_s=self._silence_s)
-        other._num_packs = self._num_packs
+        other._layout = self._layout
         return other
 
     def close(self) -> None:
@@ -265,6 +296,10 @@ def _query(request: Request) -> dict[str, Any]:
         "tail": split.tail,
         "batches": "pack",
     }
+    if request.stride != 1:
+        query["stride"] = request.stride
+    if split.balance != "none":
+        query["balance"] = split.balance
     if split.shuffle_seed is not None:
         query["shuffle_seed"] = split.shuffle_seed
     if request.max_steps is not None:
@@ -285,6 +320,10 @@ def _quietly_read(response: http.client.HTTPResponse) -> bytes:
     with contextlib.suppress(*_FAULTS):
         return response.read(1 << 16)
     return b""
+
+
+def _strategy(view: dict[str, Any]) -> str | None:
+    return ((view.get("spec") or {}).get("packing") or {}).get("strategy")
 
 
 def _reason(view: dict[str, Any]) -> str:

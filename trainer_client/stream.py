@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from trainer_client import specs
 from trainer_client.batch import PackedBatch
-from trainer_client.cursor import Cursor, Split, Tail, from_state, to_state
-from trainer_client.errors import ClientError, Lost
+from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_steps, skips_from
+from trainer_client.cursor import Balance, Cursor, Split, Tail, from_state, to_state
+from trainer_client.errors import ClientError, Lost, StateMismatch
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
 from trainer_client.transport import Transport, open_transport
@@ -28,10 +30,16 @@ class PackedStream:
     shuffle_seed: order of epochs 1, 2, …; epoch 0 is the order of packing. None: every epoch is.
     tail: "drop" leaves out the last packs that do not fill a step, "pad" fills it up with packs that
         train nothing.
+    balance: "attention" gives each rank of a step packs of about the same cost for attention and the rest
+        of the model, the same packs a step as "none" does.
     prefetch_steps, prefetch_bytes: how far a thread reads ahead (at least one step).
     device: where batches shall be when they are taken; on CUDA they travel beside the training.
     token: for a service with PADFREE_TOKENS.
     timeout_s: after so long without a step an error instead of another try.
+
+    A dataset of strategy "step" says itself how many packs an optimiser step has, and packs_per_step and
+    tail are not used: each batch is a micro-batch of one pack, `batch.step_done` is true on the last one of
+    an optimiser step, and a rank that has none left gets one that trains nothing. No step is dropped.
 
     Every pack is seen once an epoch over all ranks, save what tail="drop" leaves out (num_left_over).
     `state_dict` counts what the loop has taken, not what was read ahead, so it is exact after any step;
@@ -49,6 +57,7 @@ class PackedStream:
         epochs: int | None = 1,
         shuffle_seed: int | None = 0,
         tail: Tail = "drop",
+        balance: Balance = "none",
         prefetch_steps: int = 4,
         prefetch_bytes: int = 64 << 20,
         device: Any = None,
@@ -66,12 +75,14 @@ class PackedStream:
             packs_per_step=packs_per_step,
             shuffle_seed=shuffle_seed,
             tail=tail,
+            balance=balance,
         )
         self._epochs = epochs
         self._prefetch_steps, self._prefetch_bytes = prefetch_steps, prefetch_bytes
         self._device = device
         self._source, self._token, self._timeout_s = source, token, timeout_s
         self._cursor = Cursor()
+        self._skips: tuple[Skip, ...] = ()
         self._lane = Lane()
         self._start()
 
@@ -107,6 +118,7 @@ class PackedStream:
             meter=self._meter,
             device=self._device,
             lane=self._lane,
+            skips=self._skips,
         )
         cursor = self._cursor
         prefetcher = Prefetcher(
@@ -147,54 +159,101 @@ class PackedStream:
             )
 
     def __len__(self) -> int:
-        """Batches of a whole iteration: steps of an epoch x epochs. TypeError where that is not known."""
-        num_packs = self._num_packs()
-        if num_packs is None or self._epochs is None:
+        """Batches of a whole iteration: steps of its epochs, less those to be left out. TypeError where
+        that is not known."""
+        layout = self._layout()
+        if layout.num_packs is None or self._epochs is None:
             why = (
                 "it has no end (epochs=None)" if self._epochs is None else "the dataset is still being packed"
             )
             raise TypeError(f"this stream has no length: {why}")
-        self._split.require_steps(num_packs, self.dataset)
-        return self._split.num_steps(num_packs) * self._epochs
+        require_steps(layout, self._split, self.dataset)
+        first = self._cursor.epoch // self._epochs * self._epochs
+        of_each = self._course(Cursor(epoch=first), layout).num_steps or 0
+        skipping = {skip.epoch for skip in self._skips if first <= skip.epoch < first + self._epochs}
+        courses = (self._course(Cursor(epoch=epoch), layout) for epoch in skipping)
+        return of_each * self._epochs - sum(of_each - (course.num_kept or 0) for course in courses)
 
     def __bool__(self) -> bool:
         return True  # else `if stream` would ask for the length
 
     def num_left_over(self) -> int:
         """Packs of each epoch that tail="drop" leaves out. TypeError while the dataset is being packed."""
-        num_packs = self._num_packs()
-        if num_packs is None:
+        layout = self._layout()
+        if layout.num_packs is None:
             raise TypeError("not known: the dataset is still being packed")
-        return self._split.num_left_over(num_packs)
+        return num_left_over(layout, self._split)
 
     # -------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """A small JSON document: where the training loop stands. Exact after any step."""
         self._cursor = self._normal()
-        return to_state(self._cursor, self._split, self.dataset)
+        skips = [skip.to_document() for skip in self._skips]
+        return to_state(self._cursor, self._split, self.dataset, skips)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, on any world size.
+        """Go on where `state` was taken, on any world size; what it leaves out is left out here.
 
         Raises StateMismatch for a state of another dataset or shuffle_seed.
         """
-        self._cursor = from_state(state, self._split, self.dataset)
+        try:
+            cursor = from_state(state, self._split, self.dataset)
+        except StateMismatch as error:
+            if error.what == "dataset":
+                raise error.because(self._differences(str(error.found))) from None
+            raise
+        self._cursor, self._skips = cursor, skips_from(state.get("skip", ()))
         self.close()
+
+    def skip(self, steps: Iterable[int], *, epoch: int | None = None) -> None:
+        """Leave out optimiser steps of `epoch` (default: the one that the stream stands in), by
+        `batch.optimizer_step`: for example those that a loss spike came from.
+
+        Their packs are not trained in that epoch; all other steps keep their number and content. Part of
+        the state; call it on every rank. Of an ordinary dataset what is left out are the packs of those
+        steps, so that it holds on another world size too, where it may take neighbours of the same step
+        along. Raises ValueError for steps that were taken already.
+        """
+        at = self._normal()
+        epoch = at.epoch if epoch is None else epoch
+        start = at if epoch == at.epoch else Cursor(epoch=epoch)
+        course = self._course(start, self._layout())
+        numbers = sorted(set(steps))
+        first = course.first_optimizer_step
+        if epoch < at.epoch or (numbers and numbers[0] < first):
+            raise ValueError(
+                f"skip: steps from {first} of epoch {at.epoch} on are required, which are not taken yet, "
+                f"found {numbers[:5]} of epoch {epoch}; load an earlier state first"
+            )
+        self._skips += tuple(course.skip_of(number) for number in numbers)
+        self.close()
+
+    def _course(self, start: Cursor, layout: Layout) -> Course:
+        return Course(split=self._split, layout=layout, start=start, skips=self._skips)
 
     def _normal(self) -> Cursor:
         if not self._cursor.packs:
             return self._cursor
         try:
-            return self._split.normal(self._cursor, self._transport.num_packs())
+            return normal(self._cursor, self._split, self._transport.layout())
         except (Lost, ClientError):
             return self._cursor  # the same place, said in the other way
 
-    def _num_packs(self) -> int | None:
+    def _layout(self) -> Layout:
         try:
-            return self._transport.num_packs()
+            return self._transport.layout()
         except Lost as error:  # a TypeError, so that list(stream) goes on without the length
             raise TypeError(f"the length is not known: {error}") from error
+
+    def _differences(self, other: str) -> str:
+        """What differs between this dataset's spec and another's; empty where that cannot be told."""
+        try:
+            mine = self._transport.spec()
+            theirs = open_transport(self._source, other, token=self._token, timeout_s=self._timeout_s).spec()
+        except (Lost, ClientError):
+            return ""
+        return specs.differences(mine, theirs)
 
     # -------------------------------------------------------------- the rest
 

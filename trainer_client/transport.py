@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from packer import shard
 from packer.shard import Pack, ShardError, Stamp
+from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import Lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A run of steps of one epoch. Steps are counted from pack `offset`."""
+    """A run of loop steps of one epoch: start, start + stride, … Steps are counted from pack `offset`."""
 
     split: Split
     epoch: int
     offset: int = 0
     start: int = 0
+    stride: int = 1
     max_steps: int | None = None  # None: to the end of the epoch
 
 
@@ -34,19 +36,28 @@ class Received:
 
 
 class Transport(Protocol):
-    """Brings packs from where they lie. One thread reads; `num_packs` and `close` may come from another."""
+    """Brings packs from where they lie. One thread reads; `layout` and `close` may come from another."""
 
     dataset: str
 
-    def num_packs(self) -> int | None:
-        """Packs of the dataset, or None while it is being packed. Asks at most once more each call.
+    def layout(self) -> Layout:
+        """What is known of the dataset's size now. Asks no more once it is finished.
 
         Raises UnknownDataset, DatasetFailed; Lost where it cannot be told just now.
         """
         ...
 
+    def spec(self) -> dict[str, Any]:
+        """The dataset's resolved spec. Raises as `layout` does."""
+        ...
+
+    def idle_shares(self, split: Split, epoch: int, max_steps: int) -> dict[str, float]:
+        """Share of all ranks' time spent waiting for a step's slowest, by value of `balance`."""
+        ...
+
     def packs(self, request: Request) -> Generator[Received, None, None]:
-        """This rank's packs, `packs_per_step` for each step, waiting for those not packed yet.
+        """This rank's packs of each step, waiting for those not packed yet: packs_per_step of them, or one
+        of a "step" dataset.
 
         Ends when the steps asked for, or the epoch's, are over. Raises Lost where it broke off;
         all else is permanent.

@@ -9,6 +9,7 @@ It is written from the protocol, not from the service, so that client and servic
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -127,6 +128,8 @@ class _Handler(BaseHTTPRequestHandler):
         manifest.refresh()
         if len(names) == 3:
             return self._view(manifest)
+        if names[3] == "steps":
+            return self._steps(manifest, int(dict(parse_qsl(parts.query)).get("start", 0)))
         return self._stream(manifest, dict(parse_qsl(parts.query)))
 
     def _view(self, manifest: Manifest) -> None:
@@ -137,8 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
             "state": state,
             "report": manifest.finished["report"] if manifest.finished else None,
             "error": failed,
+            "spec": (manifest.spec() or {})["spec"],
         }
         self._answer(200, json.dumps(view).encode(), "application/json")
+
+    def _steps(self, manifest: Manifest, start: int) -> None:
+        sizes = [len(list(group)) for _, group in itertools.groupby(manifest.rows["step"].tolist())]
+        page = {"start": start, "num_packs": sizes[start:], "finished": manifest.finished is not None}
+        self._answer(200, json.dumps(page).encode(), "application/json")
 
     def _problem(self, status: int, kind: str, detail: str, **more: str) -> None:
         problem = {"type": f"urn:padfree:problem:{kind}", "status": status, "detail": detail}
@@ -233,43 +242,69 @@ class _CutError(Exception):
 
 def _messages(fake: FakeService, manifest: Manifest, query: dict[str, str]) -> Any:
     """Record batch messages of the stream, waiting for packs as they are committed."""
-    rank, world_size, per_step, epoch, start, offset = (
-        int(query[name]) for name in ("rank", "world_size", "packs_per_step", "epoch", "start", "offset")
-    )
-    seed = int(query["shuffle_seed"]) if "shuffle_seed" in query else None
-    last = start + int(query["max_steps"]) if "max_steps" in query else None
-    of_step, step = world_size * per_step, start
+    epoch, start, rank = (int(query[name]) for name in ("epoch", "start", "rank"))
+    stride = int(query.get("stride", 1))
+    last = start + int(query["max_steps"]) * stride if "max_steps" in query else None
+    step = start
     while last is None or step < last:
-        while manifest.finished is None and (epoch > 0 or manifest.num_packs < offset + (step + 1) * of_step):
+        while step >= len(steps := plain_steps(manifest, query)) and manifest.finished is None:
             if fake._stopping.is_set() or manifest.failed():
                 raise _CutError
             if not manifest.refresh():
                 time.sleep(0.01)
-        num_packs = manifest.num_packs
-        if manifest.finished is not None and step >= order.num_steps(
-            num_packs, world_size=world_size, packs_per_step=per_step, tail=query["tail"], offset=offset
-        ):
+        if step >= len(steps):
             return
-        first = offset + step * of_step
-        whole = np.arange(first, min(first + of_step, num_packs))
-        numbers = order.pack_at(whole, num_packs=num_packs, epoch=epoch, shuffle_seed=seed)
-        items = int(manifest.rows["num_trained"][numbers].sum())
-        mine, end = order.rank_positions(
-            step, rank=rank, world_size=world_size, packs_per_step=per_step, offset=offset
-        )
-        for position in range(mine, end):
-            if position >= num_packs:
-                stamp = Stamp(epoch=epoch, step=step, num_items=items, step_done=True, padding=True)
+        whole, ranks, done = steps[step]
+        items = int(manifest.rows["num_trained"][whole].sum())
+        for place, number in enumerate(ranks[rank], start=1):
+            is_last = done and place == len(ranks[rank])
+            if number < 0:
+                stamp = Stamp(epoch=epoch, step=step, num_items=items, step_done=is_last, padding=True)
                 yield encode_message([padding_pack()], stamp=stamp)
                 continue
-            row = manifest.rows[numbers[position - first]]
+            row = manifest.rows[number]
             data = fake.store.map(manifest.shards[row["shard"]].key)
             at, body = int(row["offset"]), int(row["offset"]) + int(row["header_bytes"])
             header = shard.stamped(
-                bytes(data[at:body]), epoch=epoch, step=step, num_items=items, step_done=True
+                bytes(data[at:body]), epoch=epoch, step=step, num_items=items, step_done=is_last
             )
             yield header + bytes(data[body : body + int(row["body_bytes"])])
-        step += 1
+        step += stride
+
+
+def plain_steps(manifest: Manifest, query: dict[str, str]) -> list[tuple[list[int], list[list[int]], bool]]:
+    """Every loop step that can be served, by the rules, in plain lists: (packs of its optimiser step, packs
+    of each rank with -1 for a filler, whether the optimiser step is done)."""
+    world_size, per_step, epoch, offset = (
+        int(query[name]) for name in ("world_size", "packs_per_step", "epoch", "offset")
+    )
+    seed = int(query["shuffle_seed"]) if "shuffle_seed" in query else None
+    if epoch > 0 and manifest.finished is None:
+        return []
+    numbers = manifest.rows["step"].tolist()
+    found: list[tuple[list[int], list[list[int]], bool]] = []
+    if numbers and numbers[0] >= 0:
+        groups = [list(group) for _, group in itertools.groupby(range(len(numbers)), numbers.__getitem__)]
+        ids = np.arange(len(groups))
+        for which in order.pack_at(ids, num_packs=len(ids), epoch=epoch, shuffle_seed=seed):
+            group = groups[which]
+            left = group[min(offset, len(group)) :]
+            offset = max(0, offset - len(group))
+            while left:
+                mine, left = left[:world_size], left[world_size:]
+                ranks = [[pack] for pack in mine] + [[-1]] * (world_size - len(mine))
+                found.append((group, ranks, not left))
+        return found
+    ids = np.arange(len(numbers))
+    packs = order.pack_at(ids, num_packs=len(ids), epoch=epoch, shuffle_seed=seed).tolist()[offset:]
+    size = world_size * per_step
+    for first in range(0, len(packs), size):
+        whole = packs[first : first + size]
+        if len(whole) < size and not (manifest.finished and query["tail"] == "pad"):
+            break
+        filled = whole + [-1] * (size - len(whole))
+        found.append((whole, [filled[r * per_step : (r + 1) * per_step] for r in range(world_size)], True))
+    return found
 
 
 def _reset(connection: socket.socket) -> None:

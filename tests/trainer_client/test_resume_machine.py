@@ -18,9 +18,11 @@ from packs import build_dataset, numbered_packs
 
 from packer import order
 from trainer_client import PackedBatch, PackedStream
+from trainer_client.course import Course, Layout, normal
 from trainer_client.cursor import Cursor, Split
 
 NUM_PACKS = 13
+LAYOUT = Layout(num_packs=NUM_PACKS)
 SEED = 3
 
 
@@ -58,7 +60,7 @@ class Resume(RuleBasedStateMachine):
                 stream.load_state_dict(state)
             self.streams.append(stream)
         self.iterators: list[Iterator[PackedBatch]] = [iter(stream) for stream in self.streams]
-        self.cursor = self.split.normal(self.cursor, NUM_PACKS)
+        self.cursor = normal(self.cursor, self.split, LAYOUT)
 
     @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
@@ -76,7 +78,7 @@ class Resume(RuleBasedStateMachine):
                 assert batch.is_padding == (not mine)
                 assert (batch.epoch, batch.step) == (self.cursor.epoch, self.cursor.step)
                 assert batch.num_items_in_batch == 3 * len(due)
-            self.cursor = self.split.normal(self.split.after(self.cursor), NUM_PACKS)
+            self.cursor = Course(split=self.split, layout=LAYOUT, start=self.cursor).after(0)
 
     @rule(rank=st.integers(0, 3))
     def save(self, rank: int) -> None:

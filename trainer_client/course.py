@@ -1,0 +1,225 @@
+"""The way through the rest of an epoch: which loop steps there are, which are left out, where each ends.
+
+Pure. Steps are counted from the cursor that the way begins at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer.order import StepDeal, step_order
+from trainer_client.cursor import Cursor, Split
+from trainer_client.errors import DatasetTooSmall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """What is known of a dataset's size.
+
+    num_packs: None while it is being packed. step_sizes: (n,) int64, packs of each optimiser step in commit
+    order, as far as they are committed, of a "step" dataset; None for any other.
+    """
+
+    num_packs: int | None = None
+    step_sizes: NDArray[np.int64] | None = None
+
+
+def require_steps(layout: Layout, split: Split, dataset: str) -> None:
+    """Raise DatasetTooSmall where an epoch of a finished dataset has no step."""
+    if layout.num_packs is None:
+        return
+    if layout.step_sizes is None and not split.num_steps(layout.num_packs):
+        raise DatasetTooSmall(dataset, num_packs=layout.num_packs, packs_needed=split.packs_of_step)
+    if layout.step_sizes is not None and not layout.num_packs:
+        raise DatasetTooSmall(dataset, num_packs=0, packs_needed=1)
+
+
+def num_left_over(layout: Layout, split: Split) -> int:
+    """Packs of an epoch of a finished dataset that tail="drop" leaves out."""
+    assert layout.num_packs is not None
+    return 0 if layout.step_sizes is not None else split.num_left_over(layout.num_packs)
+
+
+def normal(cursor: Cursor, split: Split, layout: Layout) -> Cursor:
+    """The same place said in one way: the end of an epoch is the start of the next one.
+
+    While packing runs the end is not known and the cursor stays as it is; it means the same place then
+    as later.
+    """
+    if not cursor.packs or layout.num_packs is None:
+        return cursor
+    if layout.step_sizes is not None:
+        is_end = cursor.packs >= layout.num_packs
+    else:
+        is_end = not split.num_steps(layout.num_packs, offset=cursor.packs)
+    return Cursor(epoch=cursor.epoch + 1) if is_end else cursor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """What of an epoch is left out: packs [start, stop) by place in its order, or optimiser steps of a
+    "step" dataset. Both mean the same on any world size."""
+
+    epoch: int
+    unit: str  # packs | optimizer_steps
+    start: int
+    stop: int
+
+    def to_document(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, self.unit: [self.start, self.stop]}
+
+
+def skips_from(documents: Iterable[Mapping[str, Any]]) -> tuple[Skip, ...]:
+    """The inverse of `Skip.to_document`, for all of a state. Raises ValueError."""
+    skips = []
+    for document in documents:
+        unit = "packs" if "packs" in document else "optimizer_steps"
+        try:
+            start, stop = (int(end) for end in document[unit])
+            skips.append(Skip(epoch=int(document["epoch"]), unit=unit, start=start, stop=stop))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f'skip: as in {{"epoch": 0, "packs": [0, 8]}}, or with "optimizer_steps", found {document}'
+            ) from error
+    return tuple(skips)
+
+
+@dataclass(slots=True, kw_only=True)
+class Course:
+    """The loop steps from `start` to the end of its epoch, as far as the layout tells."""
+
+    split: Split
+    layout: Layout
+    start: Cursor
+    skips: tuple[Skip, ...] = ()
+    _deal: StepDeal | None = field(init=False, default=None)
+    _gaps: list[tuple[int, int]] = field(init=False)  # loop steps left out, rising, apart
+
+    def __post_init__(self) -> None:
+        sizes = self.layout.step_sizes
+        if sizes is not None:
+            made = step_order(sizes, epoch=self.start.epoch, shuffle_seed=self.split.shuffle_seed)
+            self._deal = StepDeal(order=made, offset=self.start.packs, world_size=self.split.world_size)
+        self._gaps = _merged(self._gap(skip) for skip in self.skips if skip.epoch == self.start.epoch)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Loop steps to the end, those left out counted; None while the dataset is being packed."""
+        if self.layout.num_packs is None:
+            return None
+        if self._deal is not None:
+            return self._deal.num_steps
+        return self.split.num_steps(self.layout.num_packs, offset=self.start.packs)
+
+    @property
+    def num_kept(self) -> int | None:
+        """Loop steps to the end that are not left out."""
+        total = self.num_steps
+        if total is None:
+            return None
+        return total - sum(min(stop, total) - min(start, total) for start, stop in self._gaps)
+
+    @property
+    def packs_a_batch(self) -> int:
+        return self.split.packs_per_step if self._deal is None else 1
+
+    def knows(self, step: int) -> bool:
+        """Whether it is known where `step` ends, and whether it is left out."""
+        return self._deal is None or self.layout.num_packs is not None or step < self._deal.num_steps
+
+    def kept(self, number: int) -> int:
+        """The `number`-th loop step that is not left out."""
+        step = number
+        for start, stop in self._gaps:
+            if step < start:
+                break
+            step += stop - start
+        return step
+
+    def until_gap(self, step: int, stride: int) -> int | None:
+        """How many of `step`, step + stride, … come before the next gap, or before what may be one.
+
+        None: there is none ahead.
+        """
+        ends = [start for start, _ in self._gaps if start > step]
+        if self._deal is not None and self.layout.num_packs is None and self._skips_later():
+            ends.append(self._deal.num_steps)
+        return -(-(min(ends) - step) // stride) if ends else None
+
+    def after(self, step: int) -> Cursor:
+        """The cursor once `step` was taken by all ranks."""
+        if self._deal is None:
+            packs, micro = self.start.packs + (step + 1) * self.split.packs_of_step, 0
+        else:
+            dealt = self._deal.take(np.array([step]), 0)
+            packs = int(dealt.after[0])
+            micro = 0 if dealt.done[0] else self._micro_step(step) + 1
+        cursor = Cursor(
+            epoch=self.start.epoch, packs=packs, step=self.start.step + step + 1, micro_step=micro
+        )
+        return normal(cursor, self.split, self.layout)
+
+    def optimizer_step(self, step: int) -> int:
+        """The number of the optimiser step that loop step `step` is of, within the epoch."""
+        if self._deal is None:
+            return self.start.step + step
+        return int(self._deal.take(np.array([step]), 0).optimizer_step[0])
+
+    @property
+    def first_optimizer_step(self) -> int:
+        """The first optimiser step that is not taken yet, nor begun."""
+        if self._deal is None:
+            return self.start.step
+        return self._deal.first_step + bool(self.start.micro_step)
+
+    def skip_of(self, optimizer_step: int) -> Skip:
+        """How optimiser step `optimizer_step` of the epoch is left out."""
+        if self._deal is not None:
+            return Skip(
+                epoch=self.start.epoch,
+                unit="optimizer_steps",
+                start=optimizer_step,
+                stop=optimizer_step + 1,
+            )
+        size = self.split.packs_of_step
+        first = self.start.packs + (optimizer_step - self.start.step) * size
+        return Skip(epoch=self.start.epoch, unit="packs", start=first, stop=first + size)
+
+    def _micro_step(self, step: int) -> int:
+        """How many loop steps of its optimiser step were taken before `step`."""
+        assert self._deal is not None
+        number = self.optimizer_step(step)
+        first = self._deal.loops_of(number)[0]
+        return step - first + (self.start.micro_step if first == 0 else 0)
+
+    def _gap(self, skip: Skip) -> tuple[int, int]:
+        """The loop steps that hold any of what is to be left out."""
+        if skip.unit == "optimizer_steps":
+            if self._deal is None:
+                return 0, 0
+            return self._deal.loops_of(skip.start)[0], self._deal.loops_of(skip.stop)[0]
+        size = self.split.packs_of_step
+        start, stop = skip.start - self.start.packs, skip.stop - self.start.packs
+        return max(0, start // size), max(0, -(-stop // size))
+
+    def _skips_later(self) -> bool:
+        """Whether something is to be left out that is not packed yet."""
+        sizes = self.layout.step_sizes
+        known = 0 if sizes is None else len(sizes)
+        return any(skip.epoch == self.start.epoch and skip.stop > known for skip in self.skips)
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Half-open ranges as rising ones that do not touch."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(one for one in ranges if one[0] < one[1]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
