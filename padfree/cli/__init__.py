@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from padfree import __version__
-from padfree.cli import datasets, inspect, pack, serve, stream, verify
+from padfree.cli import datasets, estimate, inspect, pack, serve, stream, verify
 from padfree.cli.common import CommandError
 
 
@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"padfree {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for module in (serve, pack, stream, datasets, inspect, verify):
+    for module in (serve, pack, stream, datasets, inspect, estimate, verify):
         module.add(verbs)
     return parser
 

@@ -121,6 +121,23 @@ def test_f40_packing_killed_again_and_again_ends_as_the_undisturbed_run(tmp_path
     assert not list(store.rglob(".tmp-*"))
 
 
+def test_estimate_foretells_what_packing_gives(tmp_path: Path) -> None:
+    options = [GSM8K, "--tokenizer", TOKENIZER, "--max-tokens", 2048, "--json"]
+    found = last_json(padfree("estimate", *options, cwd=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    rows = {row["name"]: row for row in found["rows"]}
+    for strategy in ("sequential", "padded", "wrapped"):
+        view = last_json(
+            padfree("pack", *options, "--strategy", strategy, "--shuffle-seed", "none", cwd=tmp_path)
+        )
+        report = view["report"]
+        assert report["num_packs"] == rows[strategy]["num_packs"]
+        assert report["tokens_packed"] == rows[strategy]["tokens_packed"]
+        assert report["tokens_in"] == found["num_tokens"]
+    assert report["lower_bound_packs"] <= rows["best_fit"]["num_packs"]
+    assert "of padding" in padfree("estimate", *options[:-1], cwd=tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
@@ -133,6 +150,7 @@ def test_f40_packing_killed_again_and_again_ends_as_the_undisturbed_run(tmp_path
         (["pack", GSM8K, "--tokenizer", TOKENIZER, "--field", "question"], 2, "prompt=question"),
         (["pack", GSM8K, "--tokenizer", TOKENIZER, "--format", "text"], 1, "text"),
         (["pack"], 2, "SOURCE"),
+        (["estimate", "nowhere.jsonl", "--tokenizer", TOKENIZER], 1, r"nowhere\.jsonl"),
         (["stream", "0" * 32, "--store", "."], 1, "0" * 32),
         (["verify", "no-such-store"], 2, "no-such-store"),
         (["datasets", "--url", "http://127.0.0.1:9"], 1, "no padfree service answers"),

@@ -1,0 +1,30 @@
+"""How long examples are, in tokens, without packing them: what an estimate needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer import sources
+from packer.pipeline import renderer_of
+from packer.spec import Job
+from packer.store import LocalStore
+
+
+def token_lengths(job: Job, store: LocalStore) -> Iterator[NDArray[np.int64]]:
+    """Tokens of every readable row in source order, batch by batch: (k,) int64 each; 0 for empty rows.
+
+    Works in this process; what it unpacks lies in the store until the caller removes it. Raises what
+    reading and rendering raise.
+    """
+    fields = dict(job.spec.source.fields)
+    indexes = [
+        sources.index_input(one, store=store, work_key=f"work/{number}", random_access=False, fields=fields)
+        for number, one in enumerate(job.inputs)
+    ]
+    renderer = renderer_of(job, store)
+    for partition in sources.cut(indexes, shuffle_seed=None):
+        for records in sources.read_partition(partition, store=store, fields=fields):
+            yield renderer.render(records.rows).lengths

@@ -1,0 +1,87 @@
+"""`padfree estimate SOURCE…`: padding against each strategy, on your own data, before any work."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from typing import Any
+
+from padfree.cli import common
+from padfree.cli.common import CommandError
+from padfree.cli.spec_options import add_spec_options, spec_document
+
+
+def add(verbs: Any) -> None:
+    parser = verbs.add_parser("estimate", help="compare padding with each strategy on your own data")
+    add_spec_options(parser)
+    parser.add_argument(
+        "--packs-per-step", type=int, default=1, metavar="N", help="packs (or mini-batches) a step (1)"
+    )
+    common.add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from packer.measure import token_lengths
+    from packer.packing import estimate
+    from packer.render import RenderError
+    from packer.resolve import resolve
+    from packer.sources import SourceError
+    from packer.spec import SpecError, parse_spec
+    from packer.store import LocalStore
+    from packer.tokenization import TokenizerError
+
+    with tempfile.TemporaryDirectory(prefix="padfree-estimate-") as folder:
+        store = LocalStore(folder)
+        try:
+            job = resolve(parse_spec(spec_document(args)), store=store)
+            lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store)])
+            packing = job.spec.packing
+            found = estimate(
+                lengths[lengths > 0],
+                packing.max_tokens,
+                minibatch_size=packing.minibatch_size or 8,
+                packs_per_step=args.packs_per_step,
+                overlong=packing.overlong,
+                segment_multiple=packing.segment_multiple,
+                pack_multiple=packing.pack_multiple,
+            )
+        except SpecError as error:
+            raise CommandError(str(error), status=2) from None
+        except (SourceError, TokenizerError, RenderError, ValueError, OSError) as error:
+            raise CommandError(str(error)) from None
+    if not args.json:
+        _print(found, packing.max_tokens, packing.minibatch_size or 8)
+    common.print_result(args, dataclasses.asdict(found))
+    return 0
+
+
+def _print(found: Any, max_tokens: int, minibatch_size: int) -> None:
+    print(
+        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; max_tokens {max_tokens:,}, mini-batches "
+        f"of {minibatch_size}; no packer needs fewer than {found.lower_bound_packs:,} packs\n"
+    )
+    padding = next(row for row in found.rows if row.name == "padding")
+    _print_row("", "packs", "steps", "fill", "tokens computed", "of padding", "dropped")
+    for row in found.rows:
+        if row.problem:
+            print(f"{row.name:18} {row.problem}")
+            continue
+        share = row.tokens_computed / padding.tokens_computed if padding.tokens_computed else 0.0
+        _print_row(
+            row.name,
+            f"{row.num_packs:,}",
+            f"{row.num_steps:,}",
+            f"{row.fill:.4f}",
+            f"{row.tokens_computed:,}",
+            f"{share:.1%}",
+            f"{row.tokens_dropped:,}",
+        )
+
+
+def _print_row(name: str, *cells: str) -> None:
+    widths = (10, 10, 7, 17, 11, 11)
+    print(f"{name:18}" + "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
