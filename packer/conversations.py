@@ -31,6 +31,7 @@ _ROLES = {
     "tool_response": "tool",
     "ipython": "tool",
 }
+_PLAIN_KEYS = {"role", "content"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
 
 
@@ -76,6 +77,12 @@ def conversation(
         raise RowProblem(f"field {messages_name}: at least one message is required, found an empty list")
     messages, trained = [], []
     for index, message in enumerate(found):
+        if type(message) is dict and message.keys() == _PLAIN_KEYS:  # nearly all are such
+            role, content = message["role"], message["content"]
+            if type(role) is str and role and type(content) is str:
+                messages.append({**message})
+                trained.append(True)
+                continue
         name = f"{messages_name}[{index}]"
         if not isinstance(message, Mapping):
             raise RowProblem(

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from packer.conversations import Conversation, Habits, no_content
-from packer.templates import ChatTemplate, RenderError, RowProblem, point, unmark
+from packer.templates import ChatTemplate, RenderError, RowProblem, point, unmark, unpoint
 
 Span = tuple[int, int]
 
@@ -64,6 +64,9 @@ def pointed(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _pointed(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     mark = point(index)
+    content = message.get("content")
+    if len(message) == 2 and type(content) is str and content == content.strip():  # nearly all are such
+        return {**message, "content": f"{mark}{content}{mark}"}
 
     def around(text: str) -> str:
         core = text.strip()
@@ -242,12 +245,18 @@ class TurnFinder:
             messages = [*marked.messages]
             for i in chosen:
                 messages[i] = _pointed(messages[i], i)
-            plain, marks = unmark(self._template.render(messages, marked.tools))
+            raw = self._template.render(messages, marked.tools)
+            try:
+                plain, found = unpoint(raw)
+            except ValueError:
+                plain = ""
+            if plain != text:  # other marks are there too, or points were taken apart
+                plain, marks = unmark(raw)
+                found = [(mark.message, mark.position) for mark in marks if mark.kind == ""]
             if plain == text:
                 points: dict[int, list[int]] = {i: [] for i in chosen}
-                for mark in marks:
-                    if mark.kind == "":
-                        points[mark.message].append(mark.position)
+                for message, position in found:
+                    points[message].append(position)
                 return points
         return None
 
@@ -288,6 +297,8 @@ class TurnFinder:
 
 
 def _overlaps(start: int, stop: int, words: list[Span]) -> bool:
+    if not words:
+        return False
     at = bisect.bisect_right(words, (start, stop))
     return any(word[0] < stop and word[1] > start for word in words[max(at - 1, 0) : at + 1])
 

@@ -18,6 +18,7 @@ from packer.templates import (
     _environment,
     point,
     unmark,
+    unpoint,
 )
 
 JSON = st.recursive(
@@ -143,3 +144,43 @@ def test_the_short_way_to_attributes_is_the_sandboxs(what, name):
         assert type(found) is type(wanted)
     else:
         assert found == wanted
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ m.role }}{{ m.items }}{{ m.nothing }}{{ m['a b'] }}{{ ns.found }}{{ ns.nothing is defined }}",
+        "{% for x in many %}{{ loop.index0 }}{{ loop.last }}{{ loop.previtem }}{% endfor %}{{ loop.first }}",
+        "{% set loop = m %}{{ loop.role }}{{ loop.index }}",
+        "{{ text.upper() }}{{ text.split('e')[-1].strip('t') }}{{ '{:>9}'.format(text) }}",
+        "{% for x in many if m.role == 'user' %}{{ x }}{{ loop.length }}{% endfor %}{{ text.missing() }}",
+        "{% macro f(a) %}{{ a.role }}{{ a.text.upper() }}{% endmacro %}{{ f(m) }}{{ m.__class__ }}",
+        "{{ text.format_map({}) }}{{ many.append(3) }}",
+        "{{ many | map(attribute='real') | join }}{{ (m.role + text).upper() }}{{ m.role.nothing.more }}",
+    ],
+)
+def test_compiled_templates_print_what_the_sandbox_prints(source):
+    values = {
+        "m": {"role": "user", "items": 1, "a b": 2, "text": "ß"},
+        "many": [1, 2],
+        "text": "Meet",
+        "ns": None,
+    }
+    values["ns"] = jinja2.utils.Namespace(found=3)
+    found, wanted = [], []
+    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    for environment, results in ((_environment(), found), (sandbox, wanted)):
+        try:
+            results.append(environment.from_string(source).render(**values))
+        except Exception as error:
+            results += [type(error), str(error)]
+    assert found == wanted
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.text(st.characters(exclude_categories=["Cs", "Cn"])))))
+def test_unpoint_is_unmark_where_all_marks_are_points(parts):
+    marked = "start" + "".join(point(index) + text for index, text in parts)
+    plain, marks = unmark(marked)
+    assert unpoint(marked) == (plain, [(mark.message, mark.position) for mark in marks])
+    with pytest.raises(ValueError, match="taken apart"):
+        unpoint(marked + point(7)[:-1])
