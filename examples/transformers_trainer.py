@@ -1,0 +1,171 @@
+"""Train with transformers' Trainer: its batches come from a padfree stream, one optimiser step at a time.
+
+    python examples/transformers_trainer.py --url http://localhost:8000 --dataset ID --steps 30
+    torchrun --nproc-per-node 8 examples/transformers_trainer.py …
+
+`PackedBatches` goes before any kind of Trainer (examples/trl_sft.py puts it before TRL's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from train_tiny import tiny_model
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+
+from trainer_client import PackedBatch, PackedStream
+
+
+class PackedBatches:
+    """A Trainer that trains on a PackedStream as it comes.
+
+    `stream`: what PackedStream takes, less rank and world size, which the Trainer knows. The stream has no
+    end, so that a step never spans less than it should: `max_steps` says how long to train, or
+    num_train_epochs where the dataset is finished.
+
+    Nothing else touches the batches: no DataLoader, so no sharding by Accelerate on top of the stream's
+    own, no collation and no removed columns. num_items_in_batch comes with the batches, counted over all
+    ranks. The stream's state is part of each checkpoint (in trainer_state.json).
+    """
+
+    def __init__(self, *args: Any, stream: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given: TrainingArguments = self.args
+        if not given.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices: True is required, losses are of all ranks together"
+            )
+        options = {"rank": given.process_index, "world_size": given.world_size, "epochs": None, **stream}
+        if given.device.type == "cuda":
+            options.setdefault("device", given.device)
+        self.stream = PackedStream(options.pop("source"), **options)
+        steps_per_epoch = _steps_per_epoch(stream, given)
+        if given.max_steps <= 0:
+            if steps_per_epoch is None:
+                raise ValueError("max_steps: required while the dataset is still being packed")
+            updates = steps_per_epoch / given.gradient_accumulation_steps
+            given.max_steps = math.ceil(given.num_train_epochs * updates)
+        # The stream goes on where it stood by itself: nothing is to be read and thrown away.
+        given.ignore_data_skip = True
+        self.add_callback(StreamPosition(steps_per_epoch))
+
+    def get_train_dataloader(self) -> PackedStream:
+        return self.stream
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[PackedBatch], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
+        """The inputs of one optimiser step, `num_batches` steps of the stream, and its trained tokens."""
+        steps = [_step(epoch_iterator) for _ in range(num_batches)]
+        num_items = sum(step[-1].num_items_in_batch for step in steps)
+        inputs = [step[0].for_transformers() if len(step) == 1 else {"micro_batches": step} for step in steps]
+        return inputs, torch.tensor(num_items, device=device)
+
+    def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        """Of a `step` dataset: forward and backward for each micro-batch; else as ever."""
+        if "micro_batches" not in inputs:
+            return super().training_step(model, inputs, num_items_in_batch)
+        losses = []
+        for batch in inputs["micro_batches"]:
+            with contextlib.nullcontext() if batch.step_done else self.accelerator.no_sync(model):
+                losses.append(super().training_step(model, batch.for_transformers(), num_items_in_batch))
+        return torch.stack(losses).sum()
+
+
+class StreamPosition(TrainerCallback, ExportableState):
+    """Keeps the stream's state in the Trainer's: saved with each checkpoint, loaded on resume."""
+
+    def __init__(self, steps_per_epoch: int | None = None) -> None:
+        self.steps_per_epoch = steps_per_epoch
+        self.stream: PackedStream | None = None
+
+    def state(self) -> dict[str, Any]:
+        position = self.stream.state_dict() if self.stream is not None else None
+        return {"args": {"steps_per_epoch": self.steps_per_epoch}, "attributes": {"position": position}}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        train_dataloader: PackedStream,
+        **_: Any,
+    ) -> None:
+        self.stream = train_dataloader
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved is not None and saved["attributes"]["position"] is not None:
+            self.stream.load_state_dict(saved["attributes"]["position"])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        # The Trainer takes its whole run for one epoch, the stream having no end.
+        if self.stream is not None and self.steps_per_epoch is not None:
+            position = self.stream.state_dict()
+            state.epoch = position["epoch"] + position["step"] / self.steps_per_epoch
+
+
+def _step(batches: Iterator[PackedBatch]) -> list[PackedBatch]:
+    """The micro-batches of one step: one, save in a `step` dataset."""
+    step = [next(batches)]
+    while not step[-1].step_done:
+        step.append(next(batches))
+    return step
+
+
+def _steps_per_epoch(stream: dict[str, Any], args: TrainingArguments) -> int | None:
+    """None while the dataset is still being packed."""
+    options = {"rank": args.process_index, "world_size": args.world_size, **stream, "epochs": 1}
+    try:
+        return len(PackedStream(options.pop("source"), **options))
+    except TypeError:
+        return None
+
+
+class PackedTrainer(PackedBatches, Trainer):
+    """transformers' Trainer on a stream."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--url", default="http://localhost:8000", help="a service, or a store folder")
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--output", default="trainer-output")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --output")
+    args = parser.parse_args()
+    trainer = PackedTrainer(
+        model=tiny_model(args.vocab_size),
+        args=TrainingArguments(
+            output_dir=args.output,
+            max_steps=args.steps,
+            save_steps=10,
+            logging_steps=1,
+            learning_rate=1e-3,
+            report_to="none",
+        ),
+        stream={"source": args.url, "dataset": args.dataset, "token": os.environ.get("PADFREE_TOKEN")},
+    )
+    trainer.train(resume_from_checkpoint=args.resume)
+    trainer.stream.close()
+
+
+if __name__ == "__main__":
+    main()

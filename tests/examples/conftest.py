@@ -1,0 +1,6 @@
+"""Examples are scripts: their folder is put where Python looks for modules."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -1,0 +1,170 @@
+"""examples/transformers_trainer.py: what a Trainer receives, its losses beside padding's, its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packs import commit_partition, numbered_packs, start_dataset
+from training import (
+    LEARNING_RATE,
+    MINIBATCH,
+    assert_same_weights,
+    joined,
+    on_ranks,
+    pack_rows,
+    padded_losses,
+    rows_of,
+    tiny,
+)
+from transformers import Trainer, TrainingArguments
+from transformers_trainer import PackedTrainer
+
+from trainer_client import PackedStream
+
+
+class Observed(PackedTrainer):
+    """Notes what reaches the model, with the number of items of its step, and the Trainer's own count."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.received: list[tuple[dict[str, Any], int]] = []
+        self.own_counts: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        inputs, num_items = super().get_batch_samples(*args)
+        if "labels" in inputs[0]:
+            self.own_counts.append(int(Trainer._get_num_items_in_batch(self, inputs, self.args.device)))
+        return inputs, num_items
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
+    ):
+        self.received.append((dict(inputs), int(num_items_in_batch)))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @property
+    def losses(self) -> list[float]:
+        return [entry["loss"] for entry in self.state.log_history if "loss" in entry]
+
+    @property
+    def ids(self) -> list[list[int]]:
+        return [inputs["input_ids"][0].tolist() for inputs, _ in self.received]
+
+
+def arguments(output: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(output),
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"save_strategy": "no", **options},
+    )
+
+
+def trainer_of(
+    store: Path, dataset: str, *, stream: dict[str, Any] | None = None, **options: Any
+) -> Observed:
+    given = {"source": store, "dataset": dataset, **(stream or {})}
+    return Observed(model=tiny(), args=arguments(store / "output", **options), stream=given)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_trains_as_padding_does(tmp_path: Path, accumulation: int) -> None:
+    rows = rows_of(4 * MINIBATCH)
+    dataset = pack_rows(tmp_path, rows)
+    trainer = trainer_of(tmp_path, dataset, num_train_epochs=1, gradient_accumulation_steps=accumulation)
+    trainer.train()
+    wanted, weights = padded_losses(rows, rows_per_step=accumulation * MINIBATCH)
+    assert trainer.losses == pytest.approx(wanted, abs=1e-5)
+    assert_same_weights(trainer.model.state_dict(), weights)
+    assert trainer.state.epoch == 1
+    # What reached the model is what the stream gave: no key more or less, no other shape, no mask.
+    for (inputs, _), batch in zip(trainer.received, PackedStream(tmp_path, dataset=dataset), strict=True):
+        alone = batch.for_transformers()
+        assert inputs.keys() == alone.keys()
+        assert all(
+            torch.equal(value, alone[key]) if isinstance(value, torch.Tensor) else value == alone[key]
+            for key, value in inputs.items()
+        )
+    assert [num_items for _, num_items in trainer.received[::accumulation]] == trainer.own_counts
+
+
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    whole = trainer_of(tmp_path, dataset, max_steps=7, gradient_accumulation_steps=2)  # 2 steps an epoch
+    whole.train()
+    output = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    parts = []
+    for max_steps in (3, 6, 7):  # the second ends with an epoch
+        parts.append(trainer_of(tmp_path, dataset, max_steps=max_steps, **output))
+        parts[-1].train(resume_from_checkpoint=None if max_steps == 3 else True)
+    assert joined(part.ids for part in parts) == whole.ids
+    assert parts[-1].losses == pytest.approx(whole.losses, abs=1e-5)  # log_history is part of a checkpoint
+    assert parts[-1].state.epoch == whole.state.epoch == 3.5
+
+
+def test_callbacks_restored_by_the_trainer_know_the_stream(tmp_path: Path) -> None:
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    trainer_of(tmp_path, dataset, max_steps=3, **options).train()
+    resumed = trainer_of(
+        tmp_path, dataset, max_steps=4, restore_callback_states_from_checkpoint=True, **options
+    )
+    resumed.train(resume_from_checkpoint=True)
+    (last,) = list(PackedStream(tmp_path, dataset=dataset))[3:]
+    assert resumed.ids == [last.input_ids.tolist()]
+
+
+def test_while_packing_runs_max_steps_is_required(tmp_path: Path) -> None:
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, numbered_packs(3), packs_per_shard=2)
+    with pytest.raises(ValueError, match="still being packed"):
+        trainer_of(tmp_path, dataset, num_train_epochs=1)
+    trainer = trainer_of(tmp_path, dataset, max_steps=2)
+    trainer.train()
+    assert [ids[0] for ids in trainer.ids] == [0, 1]
+    trainer.stream.close()
+
+
+# ------------------------------------------------------------------ two ranks
+
+
+def train(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[tuple]:
+    found = []
+    for options in phases:
+        resume = options.pop("resume", None)
+        trainer = trainer_of(store, dataset, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        counts = [num_items for _, num_items in trainer.received]
+        found.append((trainer.losses, trainer.ids, counts, trainer.own_counts, trainer.model.state_dict()))
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    rows = rows_of(8 * MINIBATCH)
+    dataset = pack_rows(tmp_path, rows)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    phases = [
+        {"max_steps": 4},
+        {"max_steps": 2, **saving},
+        {"max_steps": 4, **saving, "resume": True},
+    ]
+    ranks = on_ranks(2, train, tmp_path, dataset, phases)
+    wanted, weights = padded_losses(rows, rows_per_step=2 * MINIBATCH)
+    assert ranks[0][0][0] == pytest.approx(wanted, abs=1e-5)
+    assert ranks[0][2][0] == pytest.approx(wanted, abs=1e-5)
+    for rank, (whole, before, after) in enumerate(ranks):
+        assert_same_weights(whole[4], weights)
+        stream = PackedStream(tmp_path, dataset=dataset, rank=rank, world_size=2)
+        batches = list(stream)
+        assert whole[1] == before[1] + after[1] == [batch.input_ids.tolist() for batch in batches]
+        # The stream's count, the Trainer's own over both ranks, and the number that the loss is divided by.
+        assert whole[2] == whole[3] == [batch.num_items_in_batch for batch in batches]
