@@ -26,6 +26,8 @@ class StreamStats:
     get_wait_s: the training loop waited for data (the first batch of each iteration is told apart, in
     first_batch_s). put_wait_s: the reader waited for room, which is good. mean_occupancy: batches that
     lay ready when the loop asked. elapsed_s: from each iteration's first batch to its latest.
+    idle_share_before, idle_share_after: with balance="attention", the share of all ranks' time that goes by
+    waiting for a step's slowest, by what packs cost, without and with it (of the first thousand steps).
     """
 
     num_batches: int = 0
@@ -37,6 +39,8 @@ class StreamStats:
     mean_occupancy: float = 0.0
     elapsed_s: float = 0.0
     num_retries: int = 0
+    idle_share_before: float = 0.0
+    idle_share_after: float = 0.0
 
     @property
     def stall_share(self) -> float:
@@ -62,6 +66,7 @@ class Meter:
     def __init__(self) -> None:
         self.num_batches = self.num_tokens = self.num_bytes = self.num_retries = 0
         self.first_batch_s = self.get_wait_s = self.put_wait_s = self.elapsed_s = 0.0
+        self.idle_share_before = self.idle_share_after = 0.0
         self.occupancy = 0
 
     def stats(self) -> StreamStats:
@@ -75,6 +80,8 @@ class Meter:
             mean_occupancy=self.occupancy / self.num_batches if self.num_batches else 0.0,
             elapsed_s=self.elapsed_s,
             num_retries=self.num_retries,
+            idle_share_before=self.idle_share_before,
+            idle_share_after=self.idle_share_after,
         )
 
 

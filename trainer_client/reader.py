@@ -17,7 +17,7 @@ from typing import Any
 from trainer_client.batch import PackedBatch, flatten
 from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_steps
 from trainer_client.cursor import Cursor, Split, to_state
-from trainer_client.errors import DataDamaged, Lost, Silent, StreamTimeout
+from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamTimeout
 from trainer_client.prefetch import Meter
 from trainer_client.transport import Received, Request, Transport
 
@@ -27,6 +27,7 @@ _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 5.0
 _MAX_DAMAGED = 5
 _ASK_AGAIN_S = 0.2
+_MEASURED_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +120,13 @@ class Reader:
         assert self.layout is not None
         cursor = normal(cursor, self.split, self.layout)
         stop = self._stop_epoch(cursor)
-        done = 0
+        done, is_measured = 0, self.split.balance == "none"
         while not self.cancelled.is_set() and (stop is None or cursor.epoch < stop):
             for batch in self._epoch(cursor, done):
                 yield upload(batch) if upload is not None else batch
+                if not is_measured and self.layout.num_packs is not None:
+                    self._measure_balance(batch.epoch)
+                    is_measured = True
             if self.cancelled.is_set():
                 return
             course = self._course(cursor)
@@ -132,6 +136,12 @@ class Reader:
             assert course.num_kept is not None
             done += course.num_kept
         self.end = cursor
+
+    def _measure_balance(self, epoch: int) -> None:
+        with contextlib.suppress(Lost, ClientError):  # a figure is not worth a training run
+            shares = self.transport.idle_shares(self.split, epoch, _MEASURED_STEPS)
+            self.meter.idle_share_before = shares["none"]
+            self.meter.idle_share_after = shares["attention"]
 
     def _stop_epoch(self, cursor: Cursor) -> int | None:
         return None if self.epochs is None else (cursor.epoch // self.epochs + 1) * self.epochs
