@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(found: Any, max_tokens: int, minibatch_size: int) -> None:
     print(
-        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; max_tokens {max_tokens:,}, mini-batches "
-        f"of {minibatch_size}; no packer needs fewer than {found.lower_bound_packs:,} packs\n"
+        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; max_tokens {max_tokens:,}, "
+        f"mini-batches of {minibatch_size}; no packer needs fewer than {found.lower_bound_packs:,} packs\n"
     )
     padding = next(row for row in found.rows if row.name == "padding")
     _print_row("", "packs", "steps", "fill", "tokens computed", "of padding", "dropped")
