@@ -1,0 +1,164 @@
+"""examples/accelerate_loop.py: the stream's own batches, padding's losses, save_state and load_state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate_loop
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from packs import build_dataset, numbered_packs
+from torch.utils.data import DataLoader
+from training import (
+    LEARNING_RATE,
+    MINIBATCH,
+    assert_same_weights,
+    joined,
+    on_ranks,
+    pack_rows,
+    padded_losses,
+    rows_of,
+    tiny,
+)
+
+from trainer_client import PackedBatch, PackedDataset
+
+Run = tuple[list[float], list[list[int]], dict[str, torch.Tensor]]
+
+
+def run(
+    store: Path,
+    dataset: str,
+    *,
+    steps: int,
+    resume: Path | None = None,
+    save: Path | None = None,
+    accumulate: int = 1,
+    **options: Any,
+) -> Run:
+    """On this rank: losses, example ids of the batches that reached the model, weights."""
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    accelerator = Accelerator(cpu=True)
+    model = tiny()
+    taken: list[list[int]] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    stream = accelerate_loop.open_stream(accelerator, store, dataset, **options)
+    if resume is not None:
+        accelerator.load_state(resume)
+    with noted(taken):
+        losses = accelerate_loop.train(
+            accelerator, stream, model, optimizer, steps=steps, accumulate=accumulate
+        )
+    if save is not None:
+        accelerator.save_state(save)
+    stream.close()
+    return losses, taken, accelerator.unwrap_model(model).state_dict()
+
+
+class noted:  # noqa: N801
+    """Notes the batches that the loop turns into a model's arguments."""
+
+    def __init__(self, taken: list[list[int]]) -> None:
+        self.taken = taken
+        self.patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> None:
+        given: Callable[..., Any] = PackedBatch.for_transformers
+
+        def noting(batch: PackedBatch, **options: Any) -> dict[str, Any]:
+            self.taken.append(batch.example_ids.tolist())
+            return given(batch, **options)
+
+        self.patch.setattr(PackedBatch, "for_transformers", noting)
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+
+def runs(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[Run]:
+    found = [run(store, dataset, **phase) for phase in phases]
+    PartialState().destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_trains_as_padding_does(tmp_path: Path, accumulate: int) -> None:
+    rows = rows_of(4 * MINIBATCH)
+    dataset = pack_rows(tmp_path, rows)
+    losses, taken, weights = run(tmp_path, dataset, steps=4 // accumulate, accumulate=accumulate)
+    wanted, wanted_weights = padded_losses(rows, rows_per_step=accumulate * MINIBATCH)
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    assert_same_weights(weights, wanted_weights)
+    assert joined(taken) == list(range(len(rows)))
+
+
+def test_a_saved_state_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    whole = run(tmp_path, dataset, steps=7)
+    one, two = tmp_path / "one", tmp_path / "two"
+    before = run(tmp_path, dataset, steps=3, save=one)
+    middle = run(tmp_path, dataset, steps=2, resume=one, save=two)  # over the end of the epoch
+    after = run(tmp_path, dataset, steps=2, resume=two)
+    assert before[0] + middle[0] + after[0] == pytest.approx(whole[0], abs=1e-6)
+    assert before[1] + middle[1] + after[1] == whole[1]
+
+
+@pytest.mark.slow
+def test_two_ranks_and_back_to_one(tmp_path: Path) -> None:
+    rows = rows_of(8 * MINIBATCH)
+    dataset = pack_rows(tmp_path, rows)
+    saved = tmp_path / "saved"
+    phases: list[dict[str, Any]] = [
+        {"steps": 4},
+        {"steps": 2, "save": saved},
+        {"steps": 2, "resume": saved},
+    ]
+    ranks = on_ranks(2, runs, tmp_path, dataset, phases)
+    wanted, weights = padded_losses(rows, rows_per_step=2 * MINIBATCH)
+    for whole, *parts in ranks:
+        assert whole[0] == pytest.approx(wanted, abs=1e-5)
+        assert_same_weights(whole[2], weights)
+        assert joined(part[0] for part in parts) == pytest.approx(wanted, abs=1e-5)
+        assert joined(part[1] for part in parts) == whole[1]
+    assert sorted(joined(ranks[0][0][1] + ranks[1][0][1])) == list(range(len(rows)))
+    alone = run(tmp_path, dataset, steps=2, resume=saved, packs_per_step=2)
+    assert alone[0] == pytest.approx(wanted[2:], abs=1e-5)
+    assert joined(alone[1]) == list(range(4 * MINIBATCH, 8 * MINIBATCH))
+
+
+# ------------------------------------------------------------------ what `prepare` would do
+
+
+def prepared(store: Path, dataset: str) -> list[list[int]]:
+    """The packs that a rank gets from a DataLoader over its own stream that went through `prepare`."""
+    accelerator = Accelerator(cpu=True)
+    found = []
+    for marked in (False, True):
+        packed = PackedDataset(
+            store,
+            dataset=dataset,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            transform=lambda batch: {"input_ids": batch.for_transformers()["input_ids"]},
+        )
+        loader = DataLoader(packed, batch_size=None)
+        loader._is_accelerate_prepared = marked
+        found.append([batch["input_ids"][0, 0].item() for batch in accelerator.prepare(loader)])
+    PartialState().destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_a_prepared_loader_is_split_a_second_time_unless_marked(tmp_path: Path) -> None:
+    """Why the loop leaves the stream out of `prepare`, and the one way to let it through untouched."""
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=4)
+    (first, first_marked), (second, second_marked) = on_ranks(2, prepared, tmp_path, dataset)
+    assert (first_marked, second_marked) == ([0, 2], [1, 3])
+    # Rank 0's part is dealt out to both ranks, and rank 1's is never read. Nobody is told.
+    assert (first, second) == ([0], [2])
