@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from packer.shard import IGNORE_INDEX
 from trainer_client import device as on_device
 from trainer_client.batch import PackedBatch, padded_boundaries
@@ -15,8 +17,12 @@ from trainer_client.batch import PackedBatch, padded_boundaries
 if TYPE_CHECKING:
     import torch
 
+    from trainer_client.static import StaticShape
 
-def for_transformers(batch: PackedBatch, *, device: Any = None, seq_idx: bool = False) -> dict[str, Any]:
+
+def for_transformers(
+    batch: PackedBatch, *, device: Any = None, seq_idx: bool = False, static: bool | StaticShape = False
+) -> dict[str, Any]:
     """Keyword arguments of a transformers model's forward.
 
     input_ids, position_ids, labels (1, num_tokens) int64; cu_seq_lens_q/k (num_segments + 1,) int32;
@@ -24,8 +30,20 @@ def for_transformers(batch: PackedBatch, *, device: Any = None, seq_idx: bool = 
     each other. No attention mask, for the same reason. With `seq_idx` also seq_idx (1, num_tokens)
     int32, for linear attention and convolutions. Equal in values, shapes and dtypes to transformers'
     DataCollatorWithFlattening(return_flash_attn_kwargs=True) on the same examples.
+
+    static: every batch in one shape, for torch.compile and CUDA graphs; True for the shape that the
+    dataset's max_tokens gives, or a trainer_client.static.StaticShape.
     """
-    arrays = on_device.tensors(batch, device)
+    arrays, longest = on_device.tensors(batch, device), batch.max_seqlen
+    segments = batch.seq_idx if seq_idx else None
+    if static:
+        from trainer_client.static import fixed, shape_for
+
+        shape = shape_for(batch, static)
+        arrays, longest = fixed(arrays, batch, shape), shape.longest
+        if segments is not None:
+            pad = (0, shape.num_tokens - batch.num_tokens)
+            segments = np.pad(segments, pad, constant_values=batch.num_segments)
     ids = arrays.input_ids.long()
     kwargs: dict[str, Any] = {
         "input_ids": ids[None],
@@ -33,12 +51,12 @@ def for_transformers(batch: PackedBatch, *, device: Any = None, seq_idx: bool = 
         "labels": _labels(ids, arrays.loss_mask)[None],
         "cu_seq_lens_q": arrays.cu_seqlens,
         "cu_seq_lens_k": arrays.cu_seqlens,
-        "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
+        "max_length_q": longest,
+        "max_length_k": longest,
         "use_cache": False,
     }
-    if seq_idx:
-        kwargs["seq_idx"] = on_device.to_device(batch.seq_idx, arrays.input_ids.device)[None]
+    if segments is not None:
+        kwargs["seq_idx"] = on_device.to_device(segments, arrays.input_ids.device)[None]
     return kwargs
 
 

@@ -17,6 +17,7 @@ from packer.shard import IGNORE_INDEX, PADDING_ID, Pack, position_ids
 
 if TYPE_CHECKING:
     from trainer_client.device import Upload
+    from trainer_client.static import StaticShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -40,7 +41,12 @@ class PackedBatch:
     optimizer_step: int = 0  # within the epoch; other than `step` in a "step" dataset alone
     step_done: bool = True  # the last micro-batch of its optimiser step
     is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
+    max_tokens: int | None = None  # that a batch of this stream can have, where that is known
     state: dict[str, Any] = field(default_factory=dict)  # of the stream, once this batch was taken
+    # Of a MixedStream: trained tokens of the whole optimiser step by source, over all ranks, and (num_segments,)
+    # which of the stream's sources each segment is of.
+    num_items_by_source: dict[str, int] = field(default_factory=dict)
+    source_ids: NDArray[np.int16] | None = None
     upload: Upload | None = field(default=None, repr=False)
 
     @property
@@ -86,11 +92,13 @@ class PackedBatch:
         """The same batch, whose arrays are also on a device."""
         return replace(self, upload=upload)
 
-    def for_transformers(self, *, device: Any = None, seq_idx: bool = False) -> dict[str, Any]:
+    def for_transformers(
+        self, *, device: Any = None, seq_idx: bool = False, static: bool | StaticShape = False
+    ) -> dict[str, Any]:
         """Keyword arguments of a transformers model; see trainer_client.adapters.for_transformers."""
         from trainer_client import adapters
 
-        return adapters.for_transformers(self, device=device, seq_idx=seq_idx)
+        return adapters.for_transformers(self, device=device, seq_idx=seq_idx, static=static)
 
     def for_flash_attn(self, *, device: Any = None) -> dict[str, Any]:
         """Boundaries as keyword arguments of flash_attn_varlen_func."""
@@ -121,6 +129,7 @@ def flatten(
     step_done: bool,
     state: dict[str, Any],
     optimizer_step: int | None = None,
+    max_tokens: int | None = None,
 ) -> PackedBatch:
     """One batch of the packs of one rank's step. `padding[i]`: pack i only fills up the step.
 
@@ -141,8 +150,34 @@ def flatten(
         num_items_in_batch=num_items,
         step_done=step_done,
         is_padding=not real,
+        max_tokens=max_tokens,
         state=state,
     )
+
+
+def join(batches: Sequence[PackedBatch], **changed: Any) -> PackedBatch:
+    """Batches laid end to end as one; those that only fill up are left out, unless there is nothing else.
+
+    `changed`: fields of the result. Others are those of the last batch, counts are added up.
+    """
+    used = [batch for batch in batches if not batch.is_padding] or list(batches[:1])
+    return replace(
+        batches[-1],
+        input_ids=_concat([batch.input_ids for batch in used]),
+        loss_mask=_concat([batch.loss_mask for batch in used]),
+        cu_seqlens=_joined_boundaries([batch.cu_seqlens for batch in used]),
+        example_ids=_concat([batch.example_ids for batch in used]),
+        source_ids=_concat([_sources(batch) for batch in used]),
+        num_packs=sum(batch.num_packs for batch in used),
+        num_items_in_batch=sum(batch.num_items_in_batch for batch in batches),
+        is_padding=used[0].is_padding,
+        upload=used[0].upload if len(used) == 1 else None,
+        **changed,
+    )
+
+
+def _sources(batch: PackedBatch) -> NDArray[np.int16]:
+    return np.zeros(batch.num_segments, np.int16) if batch.source_ids is None else batch.source_ids
 
 
 def _concat(arrays: list[np.ndarray]) -> np.ndarray:

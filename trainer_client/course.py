@@ -21,11 +21,13 @@ from trainer_client.errors import DatasetTooSmall
 class Layout:
     """What is known of a dataset's size.
 
-    num_packs: None while it is being packed. step_sizes: (n,) int64, packs of each optimiser step in commit
-    order, as far as they are committed, of a "step" dataset; None for any other.
+    num_packs: None while it is being packed. max_tokens: of a pack, where the spec says. step_sizes: (n,)
+    int64, packs of each optimiser step in commit order, as far as they are committed, of a "step" dataset;
+    None for any other.
     """
 
     num_packs: int | None = None
+    max_tokens: int | None = None
     step_sizes: NDArray[np.int64] | None = None
 
 

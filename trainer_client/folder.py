@@ -21,7 +21,7 @@ from packer.store import LocalStore
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, StreamTimeout, UnknownDataset
-from trainer_client.transport import Received, Request, decode
+from trainer_client.transport import Received, Request, decode, max_tokens_of
 
 _MAX_OPEN_SHARDS = 32  # a map holds a file descriptor; a permuted epoch touches shards in any order
 _POLL_S = 0.1
@@ -46,7 +46,11 @@ class FolderTransport:
         self._require_known()
         self._refresh()
         finished = self._manifest.finished is not None
-        return Layout(num_packs=self._manifest.num_packs if finished else None, step_sizes=self._step_sizes())
+        return Layout(
+            num_packs=self._manifest.num_packs if finished else None,
+            max_tokens=max_tokens_of(self.spec()),
+            step_sizes=self._step_sizes(),
+        )
 
     def spec(self) -> dict[str, Any]:
         self._require_known()

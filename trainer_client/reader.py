@@ -292,7 +292,7 @@ class Reader:
         return course
 
     def _batch(self, group: list[Received], course: Course, step: int) -> PackedBatch:
-        stamp = group[-1].stamp
+        stamp, most = group[-1].stamp, course.layout.max_tokens
         return flatten(
             [received.pack for received in group],
             padding=[received.stamp.padding for received in group],
@@ -301,6 +301,7 @@ class Reader:
             optimizer_step=course.optimizer_step(step),
             num_items=stamp.num_items,
             step_done=stamp.step_done,
+            max_tokens=None if most is None else most * course.packs_a_batch,
             state=to_state(
                 course.after(step),
                 self.split,

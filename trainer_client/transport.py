@@ -77,6 +77,14 @@ class Transport(Protocol):
         ...
 
 
+def max_tokens_of(spec: Any) -> int | None:
+    """`packing.max_tokens` of a spec document, None where it says nothing."""
+    try:
+        return int(spec["packing"]["max_tokens"])
+    except (KeyError, TypeError):
+        return None
+
+
 def decode(message: memoryview, header_bytes: int) -> tuple[Stamp, Pack]:
     """A whole message, checked, as its stamp and pack. Raises Lost for bytes that are not as written."""
     try:
