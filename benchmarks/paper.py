@@ -9,7 +9,8 @@ a padfree service on it, and feeds models of random weights from its stream: for
 variant some training steps (forward, backward, AdamW) are timed, and only tokens of examples are counted.
 Padded batches hold the very mini-batches of `minibatch` and lie on the GPU before the clock starts;
 packed ones come over the stream. `--parts` stream: the stream against the same packs already on the GPU;
-convergence: loss curves of a small model. Each result is appended to OUT/results.jsonl at once.
+convergence: loss curves of a small model; two_gpus: the 1.1B model on two GPUs. Each result is appended
+to OUT/results.jsonl at once.
 
     --tiny --device cpu     the whole way in a minute, with tiny models: shows that it runs, and no speed
 
@@ -111,6 +112,8 @@ def run_all(args: argparse.Namespace) -> int:
             data = {source.name: read(source, service.url, views[source.name]) for source in sources}
             for shape in chosen("tiny" if args.tiny else args.models, SHAPES):
                 run.measure_model(shape, data, parts)
+        if "two_gpus" in parts:
+            run.use_two_gpus(service.url, views)
         if "convergence" in parts:
             run.compare_losses(read(need_loss[0], service.url, views["loss"]))
     run.note("done")
@@ -211,6 +214,24 @@ class Run:
             self.record(result)
             self.note(
                 f"stream of {packing}: {result['share']:.4f} of resident, stall {result['stall_share']:.4%}"
+            )
+
+    def use_two_gpus(self, url: str, views: dict[str, dict[str, Any]]) -> None:
+        from paper.two_gpus import compare
+
+        results = compare(
+            SHAPES["tiny" if self.args.tiny else "llama-1b"],
+            [(source, url, views[source]["best_fit"]["id"]) for source in views if source != "loss"],
+            kind=self.args.device,
+            attention=self.attention("padfree"),
+            world_size=2,
+            folder=self.args.out / "two_gpus",
+        )
+        for result in results:
+            self.record(result)
+            self.note(
+                f"two GPUs, {result['source']}, balance {result['balance']}: "
+                f"{result['real_per_s']:,.0f} tokens/s, stall {result['stall_share']:.3%}"
             )
 
     def compare_losses(self, data: Any) -> None:

@@ -79,6 +79,7 @@ def write(files: Iterable[Path], docs: Path) -> None:
         _failed(failed),
         _beside_the_paper(cells),
         _streams(streams),
+        _two_gpus([result for result in results if result["part"] == "two_gpus"], cells),
         _losses(runs),
     ]
     (docs / "results.md").write_text("\n".join(part for part in parts if part))
@@ -224,6 +225,22 @@ def _streams(streams: list[dict[str, Any]]) -> str:
     ]
     head = ["", "on the GPU: tokens/s", "over the stream: tokens/s", "share of medians", "stall"]
     return "## The stream against the same packs on the GPU\n\n" + table(head, rows)
+
+
+def _two_gpus(results: list[dict[str, Any]], cells: Cells) -> str:
+    rows = []
+    for result in results:
+        one = cells.get((result["source"], result["model"], "best_fit"))
+        rows.append(
+            (
+                f"{SHAPES[result['model']].title}, {SOURCES[result['source']].title}, {result['balance']}",
+                f"{result['real_per_s']:,.0f}",
+                f"{result['real_per_s'] / one['real_per_s']:.2f}" if one else "",
+                f"{result['stall_share']:.3%}",
+            )
+        )
+    head = ["model, source, balance", "useful tokens/s", "x one GPU", "stall"]
+    return "## Two GPUs (DDP), `best_fit`, one service\n\n" + table(head, rows) if rows else ""
 
 
 def _losses(runs: dict[str, dict[str, Any]]) -> str:
