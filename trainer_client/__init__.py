@@ -24,6 +24,7 @@ from trainer_client.errors import (
     StreamTimeout,
     UnknownDataset,
 )
+from trainer_client.mixing import MixedStream
 from trainer_client.prefetch import StreamStats
 from trainer_client.stream import PackedStream
 
@@ -35,6 +36,7 @@ __all__ = [
     "DataDamaged",
     "DatasetFailed",
     "DatasetTooSmall",
+    "MixedStream",
     "PackedBatch",
     "PackedDataset",
     "PackedStream",

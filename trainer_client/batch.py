@@ -43,8 +43,8 @@ class PackedBatch:
     is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
     max_tokens: int | None = None  # that a batch of this stream can have, where that is known
     state: dict[str, Any] = field(default_factory=dict)  # of the stream, once this batch was taken
-    # Of a MixedStream: trained tokens of the whole optimiser step by source, over all ranks, and (num_segments,)
-    # which of the stream's sources each segment is of.
+    # Of a MixedStream: trained tokens of the whole optimiser step by source, over all ranks; and which of
+    # the stream's sources each segment is of, (num_segments,).
     num_items_by_source: dict[str, int] = field(default_factory=dict)
     source_ids: NDArray[np.int16] | None = None
     upload: Upload | None = field(default=None, repr=False)
@@ -161,6 +161,7 @@ def join(batches: Sequence[PackedBatch], **changed: Any) -> PackedBatch:
     `changed`: fields of the result. Others are those of the last batch, counts are added up.
     """
     used = [batch for batch in batches if not batch.is_padding] or list(batches[:1])
+    most = [batch.max_tokens for batch in batches]
     return replace(
         batches[-1],
         input_ids=_concat([batch.input_ids for batch in used]),
@@ -170,6 +171,7 @@ def join(batches: Sequence[PackedBatch], **changed: Any) -> PackedBatch:
         source_ids=_concat([_sources(batch) for batch in used]),
         num_packs=sum(batch.num_packs for batch in used),
         num_items_in_batch=sum(batch.num_items_in_batch for batch in batches),
+        max_tokens=None if None in most else len(most) * max(one for one in most if one is not None),
         is_padding=used[0].is_padding,
         upload=used[0].upload if len(used) == 1 else None,
         **changed,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch.utils.data
+from fake_service import FakeService
 from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -201,3 +202,13 @@ def test_a_workers_state_is_refused_elsewhere(tmp_path: Path) -> None:
         PackedDataset(tmp_path, dataset=dataset).load_state_dict(state)
     with pytest.raises(ValueError, match="one DataLoader worker"):
         PackedStream(tmp_path, dataset=dataset).load_state_dict(state)
+
+
+def test_a_worker_asks_once_for_all_its_steps(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(40), packs_per_shard=6)
+    with FakeService(tmp_path) as service:
+        assert taken(loader(PackedDataset(service.url, dataset=dataset), 2)) == list(range(40))
+        assert sorted((query["start"], query["stride"]) for query in service.requests) == [
+            ("0", "2"),
+            ("1", "2"),
+        ]

@@ -25,10 +25,11 @@ from packs import (
     start_dataset,
 )
 from serving import running
+from torch.utils.data import DataLoader
 
 from packer.order import derive_seed, permute
 from packer.shard import Pack
-from trainer_client import DatasetTooSmall, PackedBatch, PackedStream, StateMismatch
+from trainer_client import DatasetTooSmall, PackedBatch, PackedDataset, PackedStream, StateMismatch
 
 SEED = 3
 
@@ -254,3 +255,19 @@ def test_another_balance_is_refused_within_an_optimizer_step(tmp_path: Path) -> 
         other.load_state_dict(states[1])
     other.load_state_dict(states[3])
     assert sorted(batch.example_ids[0] for batch in other) == [4, 5, 6, 7]
+
+
+# ------------------------------------------------------------------ loader workers
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+def test_loader_workers_give_the_same_micro_batches(source: str, tmp_path: Path) -> None:
+    dataset = build_step_dataset(tmp_path, numbered_packs(19), [3, 1, 7, 4, 4])
+    options: dict[str, Any] = {"dataset": dataset, "world_size": 2, "rank": 1, "epochs": 2}
+    whole = [(b.epoch, b.step, b.step_done, b.state) for b in PackedStream(source, **options)]
+    batches = list(DataLoader(PackedDataset(source, **options), batch_size=None, num_workers=3))
+    assert [(b.epoch, b.step, b.step_done, b.state) for b in batches] == whole
+    resumed = PackedDataset(source, **options)
+    resumed.load_state_dict(batches[4].state)
+    rest = list(DataLoader(resumed, batch_size=None, num_workers=2))
+    assert [(b.epoch, b.step, b.step_done, b.state) for b in rest] == whole[5:]

@@ -1,0 +1,276 @@
+"""MixedStream: several streams as one, by weights in trained tokens; deterministic and resumable.
+
+    mixed = MixedStream({"chat": chat, "math": math}, weights=[0.7, 0.3], batches_per_step=8)
+
+Whose turn it is follows from what was trained so far, by stride scheduling (Waldspurger and Weihl 1995):
+each source has a pass, the one with the smallest is drawn from, and its pass grows by the trained tokens
+of that step, over all ranks, divided by its weight. So the shares never stray from the weights by more
+than a step, and all ranks choose alike without a word between them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+
+from trainer_client.batch import PackedBatch, join
+from trainer_client.errors import StateMismatch
+from trainer_client.stream import PackedStream
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+Until = Literal["first_exhausted", "all_exhausted"]
+Weights = Sequence[float] | Mapping[str, float]
+
+
+class MixedStream:
+    """An iterable of PackedBatch drawn from several PackedStreams of one rank and world size.
+
+    streams: by name, or in order (then the dataset is the name).
+    weights: shares of the trained tokens, by name or in order; only their proportions count. 0: not drawn
+        from.
+    schedule: other weights from a step on, as {1000: [0.5, 0.5], 2000: …}; steps are this stream's
+        optimiser steps. Part of the state.
+    batches_per_step: how many batches, each of the source whose turn it is, make one batch: with several,
+        a step mixes sources. 1 is required where a dataset is of strategy "step" (its micro-batches stay
+        together).
+    until: "first_exhausted" ends an iteration where the source whose turn it is has come to the end of its
+        own; "all_exhausted" lets it go on with its next epoch, until each has come to its end once.
+
+    Each batch says in num_items_by_source what the step trains of each source, and in source_ids which
+    source each segment is of. The next iteration goes on: what was exhausted begins its next epoch, the
+    others are where they were.
+    """
+
+    def __init__(
+        self,
+        streams: Mapping[str, PackedStream] | Sequence[PackedStream],
+        *,
+        weights: Weights,
+        schedule: Mapping[int, Weights] | None = None,
+        batches_per_step: int = 1,
+        until: Until = "first_exhausted",
+    ) -> None:
+        named = streams if isinstance(streams, Mapping) else {one.dataset: one for one in streams}
+        self.names, self.streams = tuple(named), tuple(named.values())
+        if len(self.streams) != len(streams) or not self.streams:
+            raise ValueError("streams: at least one is required, each with a name of its own; use a mapping")
+        if len({(one._split.rank, one._split.world_size) for one in self.streams}) > 1:
+            raise ValueError("streams: one rank and world_size for all is required")
+        if until not in ("first_exhausted", "all_exhausted"):
+            raise ValueError(f'until: "first_exhausted" or "all_exhausted" is required, found {until!r}')
+        if batches_per_step < 1:
+            raise ValueError(f"batches_per_step: 1 or more is required, found {batches_per_step}")
+        if batches_per_step > 1 and any(one._device is not None for one in self.streams):
+            raise ValueError("batches_per_step: 1 is required with streams that have a device")
+        self._batches_per_step, self._until = batches_per_step, until
+        self._weights = {0: self._checked(weights)}
+        for step, changed in (schedule or {}).items():
+            self.change_weights(changed, at_step=step)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._step = self._loop_step = 0  # optimiser steps and loop steps that were taken
+        self._passes = [0.0] * len(self.streams)
+        self._tokens = [0] * len(self.streams)
+        self._turn: int | None = None  # the source of an optimiser step that is not done
+        # Of the running iteration: the epoch that each source is not to begin, and who came to its end.
+        self._stops: list[int | None] | None = None
+        self._exhausted = [False] * len(self.streams)
+        self._states: list[dict[str, Any]] = []
+        self._iteration = 0
+
+    # -------------------------------------------------------------- weights
+
+    def change_weights(self, weights: Weights, *, at_step: int | None = None) -> None:
+        """Draw by other weights from optimiser step `at_step` on (default: the next one)."""
+        at = self._step if at_step is None else at_step
+        if at < 0:
+            raise ValueError(f"at_step: 0 or more is required, found {at}")
+        self._weights[at] = self._checked(weights)
+
+    def weights_at(self, step: int) -> dict[str, float]:
+        """The weights by which optimiser step `step` is drawn."""
+        at = max(first for first in self._weights if first <= step)
+        return dict(zip(self.names, self._weights[at], strict=True))
+
+    def _checked(self, weights: Weights) -> list[float]:
+        if isinstance(weights, Mapping):
+            if set(weights) != set(self.names):
+                raise ValueError(f"weights: of {', '.join(self.names)} are required, found {sorted(weights)}")
+            weights = [weights[name] for name in self.names]
+        found = [float(weight) for weight in weights]
+        if len(found) != len(self.names) or not all(0 <= w < float("inf") for w in found) or not sum(found):
+            raise ValueError(
+                f"weights: {len(self.names)} numbers of 0 or more, not all 0, are required, found {found}"
+            )
+        return [weight / sum(found) for weight in found]
+
+    # -------------------------------------------------------------- iterate
+
+    def __iter__(self) -> Iterator[PackedBatch]:
+        self._iteration += 1
+        self._states = [one.state_dict() for one in self.streams]
+        if self._stops is None:
+            self._exhausted = [False] * len(self.streams)
+            self._stops = [
+                None if one._epochs is None else (state["epoch"] // one._epochs + 1) * one._epochs
+                for one, state in zip(self.streams, self._states, strict=True)
+            ]
+        return self._batches([iter(one) for one in self.streams], self._iteration)
+
+    def _batches(self, iterators: list[Iterator[PackedBatch]], iteration: int) -> Iterator[PackedBatch]:
+        while True:
+            drawn: list[tuple[int, PackedBatch]] = []
+            while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
+                drawn.append(one)
+            if not drawn:
+                return
+            yield self._mixed(drawn)
+            if iteration != self._iteration:
+                raise RuntimeError("this iteration of the stream is over; iterate over the stream again")
+
+    def _draw(self, iterators: list[Iterator[PackedBatch]]) -> tuple[int, PackedBatch] | None:
+        """The next batch, of the source whose turn it is; None at the end of the iteration."""
+        while True:
+            source = self._whose_turn() if self._turn is None else self._turn
+            batch = None if self._is_over(source) else next(iterators[source], None)
+            if batch is not None:
+                return source, self._counted(source, batch)
+            self._exhausted[source] = True
+            if self._until == "first_exhausted" or all(self._ended()):
+                self._stops = None
+                return None
+            stop, epochs = (self._stops or [])[source], self.streams[source]._epochs
+            assert self._stops is not None
+            assert stop is not None
+            assert epochs is not None
+            self._stops[source] = stop + epochs
+            iterators[source] = iter(self.streams[source])
+
+    def _is_over(self, source: int) -> bool:
+        """Whether the source has come to its end, by its state: so a resumed run knows it too."""
+        stop = self._stops[source] if self._stops is not None else None
+        return stop is not None and self._states[source]["epoch"] >= stop
+
+    def _counted(self, source: int, batch: PackedBatch) -> PackedBatch:
+        if not batch.step_done and self._batches_per_step > 1:
+            raise ValueError(
+                f'batches_per_step: 1 is required with a dataset of strategy "step" ({self.names[source]}), '
+                f"found {self._batches_per_step}"
+            )
+        if self._turn is None:  # the first micro-batch says what the whole optimiser step trains
+            self._passes[source] += batch.num_items_in_batch / self._weights_now()[source]
+            self._tokens[source] += batch.num_items_in_batch
+        self._states[source] = batch.state
+        self._turn = None if batch.step_done else source
+        return replace(batch, source_ids=np.full(batch.num_segments, source, np.int16))
+
+    def _whose_turn(self) -> int:
+        weights = self._weights_now()
+        wanted = [index for index, weight in enumerate(weights) if weight > 0]
+        first = min(wanted, key=lambda index: (self._passes[index], index))
+        for index, weight in enumerate(weights):
+            if not weight:  # once it is drawn from again, it has nothing to catch up with
+                self._passes[index] = max(self._passes[index], self._passes[first])
+        return first
+
+    def _mixed(self, drawn: list[tuple[int, PackedBatch]]) -> PackedBatch:
+        """The drawn batches as one, in this stream's own counting."""
+        items = dict.fromkeys(self.names, 0)
+        for source, batch in drawn:
+            items[self.names[source]] += batch.num_items_in_batch
+        number, step = self._loop_step, self._step
+        self._loop_step += 1
+        self._step += self._turn is None
+        batches = [batch for _, batch in drawn]
+        mine: dict[str, Any] = {
+            "step": number,
+            "optimizer_step": step,
+            "num_items_by_source": items,
+            "state": self._state(),
+        }
+        return replace(batches[0], **mine) if len(batches) == 1 else join(batches, **mine)
+
+    def _weights_now(self) -> list[float]:
+        return list(self.weights_at(self._step).values())
+
+    def _ended(self) -> list[bool]:
+        """Of each source, whether it came to its end, or is not drawn from any more."""
+        later = [self._weights_now(), *(w for first, w in self._weights.items() if first > self._step)]
+        return [done or not any(w[i] for w in later) for i, done in enumerate(self._exhausted)]
+
+    # -------------------------------------------------------------- state
+
+    def num_items(self) -> dict[str, int]:
+        """Trained tokens of each source so far, over all ranks."""
+        return dict(zip(self.names, self._tokens, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """A small JSON document: where the training loop stands, in all sources. Exact after any step."""
+        self._states = [one.state_dict() for one in self.streams]
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "mixed": list(self.names),
+            "step": self._step,
+            "loop_step": self._loop_step,
+            "turn": self._turn,
+            "passes": list(self._passes),
+            "tokens": list(self._tokens),
+            "stops": None if self._stops is None else list(self._stops),
+            "exhausted": list(self._exhausted),
+            "weights": {str(first): list(weights) for first, weights in sorted(self._weights.items())},
+            "batches_per_step": self._batches_per_step,
+            "until": self._until,
+            "sources": list(self._states),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, by its weights and schedule, on any world size.
+
+        Raises StateMismatch for a state of other sources or of another way to end, and as PackedStream does.
+        """
+        if state.get("version") != STATE_VERSION or "mixed" not in state:
+            raise ValueError(f"a MixedStream's state of version {STATE_VERSION} is required, found {state}")
+        found = {name: state[name] for name in ("mixed", "batches_per_step", "until")}
+        mine = {
+            "mixed": list(self.names),
+            "batches_per_step": self._batches_per_step,
+            "until": self._until,
+        }
+        for name, value in mine.items():
+            if found[name] != value:
+                what = "sources" if name == "mixed" else name
+                hint = "the order of batches would be another: open it as the state says"
+                raise StateMismatch(what, wanted=value, found=found[name], hint=hint)
+        for one, of_one in zip(self.streams, state["sources"], strict=True):
+            one.load_state_dict(of_one)
+        weights = {int(first): list(of_step) for first, of_step in state["weights"].items()}
+        if weights != self._weights:
+            log.warning("weights and schedule are those of the state, not those the stream was made with")
+        self._weights = weights
+        self._step, self._loop_step, self._turn = state["step"], state["loop_step"], state["turn"]
+        self._passes, self._tokens = list(state["passes"]), list(state["tokens"])
+        self._stops = None if state["stops"] is None else list(state["stops"])
+        self._exhausted, self._states = list(state["exhausted"]), list(state["sources"])
+        self._iteration += 1
+
+    def close(self) -> None:
+        """End the running iteration and its threads. The stream can be iterated again."""
+        self._iteration += 1
+        for one in self.streams:
+            one.close()
+
+    def __enter__(self) -> MixedStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
