@@ -107,6 +107,8 @@ def renderer_of(job: Job, store: LocalStore) -> Renderer:
 
 def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
     """The renderer of a resolved spec. Raises RenderError where template and loss do not fit."""
+    packing = spec.packing
+    truncates = packing.overlong == "truncate" and packing.truncate_side == "right"
     return Renderer(
         tokenizer,
         format=spec.source.format,
@@ -114,6 +116,16 @@ def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
         loss=spec.loss,
         add_bos=spec.tokenizer.add_bos if spec.tokenizer else False,
         add_eos=spec.tokenizer.add_eos if spec.tokenizer else False,
+        # One more than a pack takes: so it is seen that the row is cut.
+        first_tokens=_capacity(spec).segment + 1 if truncates and packing.strategy != "wrapped" else None,
+    )
+
+
+def _capacity(spec: Spec) -> Capacity:
+    return Capacity(
+        max_tokens=spec.packing.max_tokens,
+        segment_multiple=spec.packing.segment_multiple,
+        pack_multiple=spec.packing.pack_multiple,
     )
 
 
@@ -156,6 +168,7 @@ def _read(
         counters.rows_empty += int(np.count_nonzero(empty)) - len(wrong)
         counters.rows_untrained += int(np.count_nonzero(~empty & ~trained))
         counters.tokens_in += len(rendered.input_ids)
+        counters.bytes_cut += rendered.bytes_cut
         counters.tokens_dropped += int(rendered.lengths[~trained].sum())
         # Rows that are left out keep their place, with no tokens.
         keep = slice(None) if (trained | empty).all() else np.repeat(trained, rendered.lengths)
@@ -259,11 +272,7 @@ def _untrained(rows: _Rows, planned: PackPlan) -> NDArray[np.int64]:
 
 def _check_overlong(job: Job, rows: _Rows) -> None:
     packing = job.spec.packing
-    limit = Capacity(
-        max_tokens=packing.max_tokens,
-        segment_multiple=packing.segment_multiple,
-        pack_multiple=packing.pack_multiple,
-    ).segment
+    limit = _capacity(job.spec).segment
     over = np.flatnonzero(rows.lengths > limit)
     if packing.overlong == "error" and len(over):
         raise BadRow(

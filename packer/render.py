@@ -44,20 +44,23 @@ class Rendered:
 
     input_ids: (N,) int32. loss_mask: (N,) bool, what the source wants trained (first tokens of
     segments are left out when packing). lengths: (k,) int64, tokens of each row. errors: position in
-    the batch and reason of each row that could not be rendered.
+    the batch and reason of each row that could not be rendered. bytes_cut: UTF-8 bytes of text behind the
+    tokens that were asked for, which were not tokenized.
     """
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     lengths: NDArray[np.int64]
     errors: list[tuple[int, str]]
+    bytes_cut: int = 0
 
 
 class Renderer:
     """Renders rows of one format for one job.
 
     tokenizer: None for ready ids that bring no tokenizer. fields: our name to the source's name, for
-    messages about rows. loss, add_bos, add_eos: as in the spec.
+    messages about rows. loss, add_bos, add_eos: as in the spec. first_tokens: of a text only so many are
+    of use, and what comes after them may be left out (not so in the other formats).
     Raises RenderError or TokenizerError where they do not go together.
     """
 
@@ -70,6 +73,7 @@ class Renderer:
         loss: str = "auto",
         add_bos: str | bool = "auto",
         add_eos: str | bool = "auto",
+        first_tokens: int | None = None,
     ) -> None:
         if format not in _LOSSES:
             raise RenderError(f"source.format: one of {', '.join(_LOSSES)} is required, found {format!r}")
@@ -83,6 +87,7 @@ class Renderer:
         self._vocab_size = tokenizer.vocab_size if tokenizer is not None else 1 << 31
         self._format = format
         self._fields = dict(fields)
+        self._first_tokens = first_tokens
         self._loss = allowed[0] if loss == "auto" else loss
         words = format in ("text", "prompt_completion")
         if tokenizer is None and (format != "tokens" or True in (add_bos, add_eos)):
@@ -120,14 +125,19 @@ class Renderer:
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
         """Render a batch (some thousand rows at most: all its tokens are in memory)."""
         render = {
-            "text": self._texts,
             "prompt_completion": self._prompt_completions,
             "messages": self._messages,
             "tokens": self._tokens,
-        }[self._format]
+        }
         errors: list[tuple[int, str]] = []
-        ids, mask, lengths = render(rows, errors)
-        return Rendered(input_ids=ids, loss_mask=mask, lengths=lengths, errors=sorted(errors))
+        bytes_cut = 0
+        if self._format == "text":
+            ids, mask, lengths, bytes_cut = self._texts(rows, errors)
+        else:
+            ids, mask, lengths = render[self._format](rows, errors)
+        return Rendered(
+            input_ids=ids, loss_mask=mask, lengths=lengths, errors=sorted(errors), bytes_cut=bytes_cut
+        )
 
     # -------------------------------------------------------------- text
 
@@ -154,11 +164,14 @@ class Renderer:
             raise RowProblem(f"field {name}: a text is required, found {kind(value)}")
         return _valid(value, name)
 
-    def _encode(
-        self, texts: list[str], errors: list[tuple[int, str]], texts_per_row: int
+    def _checked(
+        self,
+        ids: NDArray[np.int32],
+        offsets: NDArray[np.int64],
+        errors: list[tuple[int, str]],
+        texts_per_row: int,
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """Ids and lengths (rows, texts_per_row), without rows whose words make control tokens."""
-        ids, offsets = self._tokenizer.encode(texts)
         lengths = np.diff(offsets).reshape(-1, texts_per_row)
         forged = self._tokenizer.is_control[ids]
         if forged.any():
@@ -174,17 +187,22 @@ class Renderer:
 
     def _texts(
         self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
+    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64], int]:
         texts = self._all_words(rows, ["text"], errors)
-        ids, lengths = self._encode(texts, errors, 1)
+        if self._first_tokens is None:
+            (ids, offsets), bytes_cut = self._tokenizer.encode(texts), 0
+        else:
+            ids, offsets, bytes_cut = self._tokenizer.encode_starts(texts, self._first_tokens)
+        ids, lengths = self._checked(ids, offsets, errors, 1)
         lengths = lengths[:, 0]
-        return self._framed(ids, np.ones(len(ids), np.bool_), lengths, lengths > 0, bos_trained=True)
+        mask = np.ones(len(ids), np.bool_)
+        return (*self._framed(ids, mask, lengths, lengths > 0, bos_trained=True), bytes_cut)
 
     def _prompt_completions(
         self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
         texts = self._all_words(rows, ["prompt", "completion"], errors)
-        ids, lengths = self._encode(texts, errors, 2)
+        ids, lengths = self._checked(*self._tokenizer.encode(texts), errors, 2)
         everything = self._loss == "all"
         mask = np.repeat(np.tile([everything, True], len(rows)), lengths.ravel())
         total = lengths.sum(axis=1)

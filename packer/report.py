@@ -27,7 +27,8 @@ class Counters:
     rows_untrained: int = 0  # no token to train on, before or after truncation
     rows_truncated: int = 0  # packed, but cut
     rows_split: int = 0  # packed in more than one piece
-    tokens_in: int = 0
+    tokens_in: int = 0  # tokens that were made; of a text far over max_tokens not all are
+    bytes_cut: int = 0  # of such texts: the UTF-8 bytes behind, which truncation throws away untokenized
     tokens_packed: int = 0  # padding included
     tokens_dropped: int = 0
     tokens_padding: int = 0

@@ -27,12 +27,15 @@ from numpy.typing import NDArray
 
 from packer.bundle import Bundle, TokenizerError
 from packer.fast import CheckedEncoder
+from packer.prefix import can_cut, next_cut, steps
 
 __all__ = ["Bundle", "Located", "Tokenizer", "TokenizerError"]
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # One call of `tokenizers` holds some 150 bytes a token until its ids are taken out.
 _CALL_CHARACTERS = 1 << 20
+# More than most texts have, so that one look at a text's beginning is enough.
+_CHARACTERS_PER_TOKEN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +89,14 @@ class Tokenizer:
         self.adds_bos: bool = adds and self.bos_id is not None
         # (vocab_size,) bool: ids that words must never give. The unknown word's is what words may give.
         self.is_control = np.zeros(max(self.vocab_size, 1), np.bool_)
-        unknown = self.special_tokens.get("unk_token") or self.bundle.document("tokenizer.json")["model"].get(
-            "unk_token"
-        )
+        document = bundle.document("tokenizer.json")
+        unknown = self.special_tokens.get("unk_token") or document["model"].get("unk_token")
         self.is_control[[i for word, i in self.control_words.items() if word != unknown]] = True
+        # Whether texts may be cut before they are encoded (packer.prefix).
+        words = [word for word, i in self.control_words.items() if self.is_control[i]]
+        self._can_cut = can_cut(document, added.values(), words)
+        self._normalizers = {step.get("type") for step in steps(document.get("normalizer"), "normalizers")}
+        self._pre_tokenizers = steps(document.get("pre_tokenizer"), "pretokenizers")
         self._plain_words: dict[str, NDArray[np.int32]] = {}
         self._encoder = CheckedEncoder(
             self._encode_slowly, self._backend.to_str, [token.content for token in added.values()]
@@ -193,6 +200,36 @@ class Tokenizer:
         """
         return self._encoder.encode(texts, plain=True)
 
+    def encode_starts(
+        self, texts: Sequence[str], num_tokens: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+        """The first ids of each text as `encode` gives them: `num_tokens` of them or more, or all it has.
+
+        Returns ids and offsets, and how many bytes of UTF-8 were not looked at; 0 where the tokenizer does
+        not allow it.
+        """
+        piece = num_tokens * _CHARACTERS_PER_TOKEN
+        if not self._can_cut or all(len(text) <= piece for text in texts):
+            return (*self.encode(texts), 0)
+        ends = np.zeros(len(texts), np.int64)  # how much of each text is encoded
+        counts = np.zeros(len(texts), np.int64)
+        parts: list[list[NDArray[np.int32]]] = [[] for _ in texts]
+        todo = list(range(len(texts)))
+        while todo:
+            starts = ends[todo].tolist()
+            stops = [next_cut(texts[i], start + piece) for i, start in zip(todo, starts, strict=True)]
+            ids, offsets = self.encode(
+                [texts[i][start:stop] for i, start, stop in zip(todo, starts, stops, strict=True)]
+            )
+            for i, first, last in zip(todo, offsets.tolist(), offsets[1:].tolist(), strict=False):
+                parts[i].append(ids[first:last])
+            ends[todo] = stops
+            counts[todo] += np.diff(offsets)
+            todo = [i for i in todo if counts[i] < num_tokens and ends[i] < len(texts[i])]
+        left = sum(len(text[end:].encode()) for text, end in zip(texts, ends.tolist(), strict=True))
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        return np.concatenate([part for row in parts for part in row]), offsets, left
+
     @property
     def encoder_name(self) -> str:
         """What makes the ids now (the reference or the fast encoder), with its version."""
@@ -284,11 +321,12 @@ class Tokenizer:
         A cumulative sum then gives each token's place, and the library need not track it (it costs
         the library a fifth to a third more time).
         """
-        document = self.bundle.document("tokenizer.json")
-        steps = _steps(document.get("pre_tokenizer"), "pretokenizers")
-        byte_level = [step for step in steps if step.get("type") == "ByteLevel"]
-        normalizers = {step.get("type") for step in _steps(document.get("normalizer"), "normalizers")}
-        if not byte_level or any(s.get("add_prefix_space") for s in byte_level) or normalizers - {"NFC"}:
+        byte_level = [step for step in self._pre_tokenizers if step.get("type") == "ByteLevel"]
+        if (
+            not byte_level
+            or any(s.get("add_prefix_space") for s in byte_level)
+            or self._normalizers - {"NFC"}
+        ):
             return None
         alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         added = self._backend.get_added_tokens_decoder()
@@ -305,15 +343,6 @@ def _token_text(value: Any) -> str | None:
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
-
-
-def _steps(step: Any, key: str) -> list[dict[str, Any]]:
-    """The steps of a normaliser or pre-tokenizer, sequences laid flat."""
-    if not isinstance(step, dict):
-        return []
-    if step.get("type") == "Sequence":
-        return [inner for part in step[key] for inner in _steps(part, key)]
-    return [step]
 
 
 def _calls(texts: Sequence[str]) -> Iterator[list[str]]:
