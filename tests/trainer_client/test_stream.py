@@ -450,6 +450,19 @@ def test_the_import_brings_neither_torch_nor_a_web_framework() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_reading_brings_no_pandas(tmp_path: Path) -> None:
+    """Arrow imports it to make numpy arrays, which takes a second before the first batch."""
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=2)
+    program = (
+        "import sys; from trainer_client import PackedStream\n"
+        "assert len(list(PackedStream(sys.argv[1], dataset=sys.argv[2], epochs=2))) == 6\n"
+        "assert 'pandas' not in sys.modules"
+    )
+    with FakeService(tmp_path) as service:
+        for source in (str(tmp_path), service.url):
+            subprocess.run([sys.executable, "-c", program, source, dataset], check=True, timeout=60)
+
+
 def test_stats_add_up(source: str, tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(10, length=7), packs_per_shard=4)
     stream = PackedStream(source, dataset=dataset, epochs=2)
