@@ -16,6 +16,7 @@ from typing import Any
 
 import pytorch_lightning as lightning
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from train_tiny import tiny_model
 
 from trainer_client import PackedBatch, PackedStream
@@ -82,8 +83,8 @@ class Module(lightning.LightningModule):
         self.learning_rate = learning_rate
 
     def training_step(self, batch: PackedBatch, index: int) -> torch.Tensor:
-        sync = contextlib.nullcontext() if batch.step_done else self.trainer.strategy.block_backward_sync()
-        with sync:
+        apart = isinstance(self.trainer.model, DistributedDataParallel) and not batch.step_done
+        with self.trainer.model.no_sync() if apart else contextlib.nullcontext():
             out = self.model(**batch.for_transformers(), num_items_in_batch=batch.num_items_in_batch)
             # Of all ranks' tokens; gradients are averaged over ranks, times their number makes it a sum.
             self.manual_backward(out.loss * self.trainer.world_size)

@@ -34,7 +34,7 @@ class PackedBatches:
 
     `stream`: what PackedStream takes, less rank and world size, which the Trainer knows. The stream has no
     end, so that a step never spans less than it should: `max_steps` says how long to train, or
-    num_train_epochs where the dataset is finished.
+    num_train_epochs where the dataset is finished and not of strategy "step".
 
     Nothing else touches the batches: no DataLoader, so no sharding by Accelerate on top of the stream's
     own, no collation and no removed columns. num_items_in_batch comes with the batches, counted over all
@@ -53,7 +53,8 @@ class PackedBatches:
             options.setdefault("device", given.device)
         self.stream = PackedStream(options.pop("source"), **options)
         steps_per_epoch = _steps_per_epoch(stream, given)
-        if given.max_steps <= 0:
+        self._counts_epochs = given.max_steps <= 0
+        if self._counts_epochs:
             if steps_per_epoch is None:
                 raise ValueError("max_steps: required while the dataset is still being packed")
             updates = steps_per_epoch / given.gradient_accumulation_steps
@@ -70,6 +71,11 @@ class PackedBatches:
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
         """The inputs of one optimiser step, `num_batches` steps of the stream, and its trained tokens."""
         steps = [_step(epoch_iterator) for _ in range(num_batches)]
+        if self._counts_epochs and any(len(step) > 1 for step in steps):
+            raise ValueError(
+                'max_steps: required for a dataset of strategy "step" (num_train_epochs would count its '
+                "micro-batches)"
+            )
         num_items = sum(step[-1].num_items_in_batch for step in steps)
         inputs = [step[0].for_transformers() if len(step) == 1 else {"micro_batches": step} for step in steps]
         return inputs, torch.tensor(num_items, device=device)

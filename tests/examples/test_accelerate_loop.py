@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader
 from training import (
     LEARNING_RATE,
     MINIBATCH,
+    STEP_SIZE,
+    STEPS,
     assert_same_weights,
     joined,
     on_ranks,
@@ -32,8 +34,8 @@ Run = tuple[list[float], list[list[int]], dict[str, torch.Tensor]]
 
 def run(
     store: Path,
-    dataset: str,
     *,
+    dataset: str,
     steps: int,
     resume: Path | None = None,
     save: Path | None = None,
@@ -81,8 +83,8 @@ class noted:  # noqa: N801
         self.patch.undo()
 
 
-def runs(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[Run]:
-    found = [run(store, dataset, **phase) for phase in phases]
+def runs(store: Path, phases: list[dict[str, Any]]) -> list[Run]:
+    found = [run(store, **phase) for phase in phases]
     PartialState().destroy_process_group()
     return found
 
@@ -91,20 +93,31 @@ def runs(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[Run]:
 def test_trains_as_padding_does(tmp_path: Path, accumulate: int) -> None:
     rows = rows_of(4 * MINIBATCH)
     dataset = pack_rows(tmp_path, rows)
-    losses, taken, weights = run(tmp_path, dataset, steps=4 // accumulate, accumulate=accumulate)
+    losses, taken, weights = run(tmp_path, dataset=dataset, steps=4 // accumulate, accumulate=accumulate)
     wanted, wanted_weights = padded_losses(rows, rows_per_step=accumulate * MINIBATCH)
     assert losses == pytest.approx(wanted, abs=1e-5)
     assert_same_weights(weights, wanted_weights)
     assert joined(taken) == list(range(len(rows)))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_dataset_trains_as_padding_does(tmp_path: Path, accumulate: int) -> None:
+    rows = rows_of(4 * STEP_SIZE)
+    dataset = pack_rows(tmp_path, rows, **STEPS)
+    losses, taken, weights = run(tmp_path, dataset=dataset, steps=4 // accumulate, accumulate=accumulate)
+    wanted, wanted_weights = padded_losses(rows, rows_per_step=accumulate * STEP_SIZE)
+    assert len(taken) > 4
+    assert losses == pytest.approx(wanted, abs=1e-5)
+    assert_same_weights(weights, wanted_weights)
+
+
 def test_a_saved_state_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
-    whole = run(tmp_path, dataset, steps=7)
+    whole = run(tmp_path, dataset=dataset, steps=7)
     one, two = tmp_path / "one", tmp_path / "two"
-    before = run(tmp_path, dataset, steps=3, save=one)
-    middle = run(tmp_path, dataset, steps=2, resume=one, save=two)  # over the end of the epoch
-    after = run(tmp_path, dataset, steps=2, resume=two)
+    before = run(tmp_path, dataset=dataset, steps=3, save=one)
+    middle = run(tmp_path, dataset=dataset, steps=2, resume=one, save=two)  # over the end of the epoch
+    after = run(tmp_path, dataset=dataset, steps=2, resume=two)
     assert before[0] + middle[0] + after[0] == pytest.approx(whole[0], abs=1e-6)
     assert before[1] + middle[1] + after[1] == whole[1]
 
@@ -112,22 +125,26 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_two_ranks_and_back_to_one(tmp_path: Path) -> None:
     rows = rows_of(8 * MINIBATCH)
-    dataset = pack_rows(tmp_path, rows)
+    dataset, of_steps = pack_rows(tmp_path, rows), pack_rows(tmp_path, rows, **STEPS)
     saved = tmp_path / "saved"
     phases: list[dict[str, Any]] = [
-        {"steps": 4},
-        {"steps": 2, "save": saved},
-        {"steps": 2, "resume": saved},
+        {"dataset": dataset, "steps": 4},
+        {"dataset": dataset, "steps": 2, "save": saved},
+        {"dataset": dataset, "steps": 2, "resume": saved},
+        {"dataset": of_steps, "steps": 4},
     ]
-    ranks = on_ranks(2, runs, tmp_path, dataset, phases)
+    ranks = on_ranks(2, runs, tmp_path, phases)
     wanted, weights = padded_losses(rows, rows_per_step=2 * MINIBATCH)
-    for whole, *parts in ranks:
+    for whole, *parts, _ in ranks:
         assert whole[0] == pytest.approx(wanted, abs=1e-5)
         assert_same_weights(whole[2], weights)
         assert joined(part[0] for part in parts) == pytest.approx(wanted, abs=1e-5)
         assert joined(part[1] for part in parts) == whole[1]
     assert sorted(joined(ranks[0][0][1] + ranks[1][0][1])) == list(range(len(rows)))
-    alone = run(tmp_path, dataset, steps=2, resume=saved, packs_per_step=2)
+    for *_, step_wise in ranks:
+        assert step_wise[0] == pytest.approx(wanted, abs=1e-5)
+        assert_same_weights(step_wise[2], weights)
+    alone = run(tmp_path, dataset=dataset, steps=2, resume=saved, packs_per_step=2)
     assert alone[0] == pytest.approx(wanted[2:], abs=1e-5)
     assert joined(alone[1]) == list(range(4 * MINIBATCH, 8 * MINIBATCH))
 

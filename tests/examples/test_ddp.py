@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from training import (
     LEARNING_RATE,
     MINIBATCH,
+    STEP_SIZE,
+    STEPS,
     Recorded,
     assert_same_weights,
     joined,
@@ -27,15 +32,15 @@ Run = tuple[list[float], list[list[int]], dict[str, torch.Tensor]]
 
 def run(
     store: Path,
-    dataset: str,
     fsdp: bool,
     *,
+    dataset: str,
     steps: int,
     resume: Path | None = None,
     save: Path | None = None,
     **options: Any,
 ) -> Run:
-    """On one rank: losses, example ids of each batch that the loop took, weights of the whole model."""
+    """On one rank: losses, example ids of each batch that the loop took, the whole weights (rank 0)."""
     model = ddp.distributed(tiny(), fsdp=fsdp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
@@ -49,9 +54,9 @@ def run(
     return losses, stream.taken, weights
 
 
-def runs(store: Path, dataset: str, fsdp: bool, phases: list[dict[str, Any]]) -> list[Run]:
+def runs(store: Path, fsdp: bool, phases: list[dict[str, Any]]) -> list[Run]:
     dist.init_process_group("gloo")
-    found = [run(store, dataset, fsdp, **phase) for phase in phases]
+    found = [run(store, fsdp, **phase) for phase in phases]
     dist.destroy_process_group()
     return found
 
@@ -60,14 +65,24 @@ def runs(store: Path, dataset: str, fsdp: bool, phases: list[dict[str, Any]]) ->
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_ranks_train_as_padding_does(tmp_path: Path, fsdp: bool) -> None:
     rows = rows_of(8 * MINIBATCH)
-    dataset = pack_rows(tmp_path, rows)
     wanted, weights = padded_losses(rows, rows_per_step=2 * MINIBATCH)
-    (first,), (second,) = on_ranks(2, runs, tmp_path, dataset, fsdp, [{"steps": 4}])
-    assert first[0] == second[0] == pytest.approx(wanted, abs=1e-5)
-    assert_same_weights(first[2], weights)
-    # Each rank took its own mini-batches, and as many.
-    assert [len(batch) for batch in first[1] + second[1]] == 8 * [MINIBATCH]
-    assert sorted(joined(first[1] + second[1])) == list(range(len(rows)))
+    assert STEP_SIZE == 2 * MINIBATCH
+    phases = [
+        {"dataset": pack_rows(tmp_path, rows), "steps": 4},
+        {"dataset": pack_rows(tmp_path, rows, **STEPS), "steps": 4},
+    ]
+    first, second = on_ranks(2, runs, tmp_path, fsdp, phases)
+    for one, two in zip(first, second, strict=True):
+        assert one[0] == two[0] == pytest.approx(wanted, abs=1e-5)
+        assert_same_weights(one[2], weights)
+        # As many batches on each rank, each example once.
+        assert len(one[1]) == len(two[1])
+        seen = [example for example in joined(one[1] + two[1]) if example >= 0]
+        assert sorted(seen) == list(range(len(rows)))
+    assert [len(batch) for batch in first[0][1] + second[0][1]] == 8 * [MINIBATCH]
+    # Micro-batches: more batches than optimiser steps, and a rank that had none left took part.
+    assert len(first[1][1]) > 4
+    assert [-1] in second[1][1]
 
 
 @pytest.mark.slow
@@ -81,13 +96,30 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened_also_on_one_rank(tmp_pa
         {"steps": 2, "resume": saved, "save": again},  # over the end of the epoch
         {"steps": 2, "resume": again},
     ]
-    ranks = on_ranks(2, runs, tmp_path, dataset, fsdp, phases)
+    ranks = on_ranks(2, runs, tmp_path, fsdp, [{"dataset": dataset, **phase} for phase in phases])
     for whole, *parts in ranks:
         assert joined(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-5)
         assert joined(part[1] for part in parts) == whole[1]
     # One rank that takes both packs of a step is the same training.
-    elastic = {"steps": 4, "resume": saved, "packs_per_step": 2}
-    ((alone,),) = on_ranks(1, runs, tmp_path, dataset, fsdp, [elastic])
+    elastic = {"dataset": dataset, "steps": 4, "resume": saved, "packs_per_step": 2}
+    ((alone,),) = on_ranks(1, runs, tmp_path, fsdp, [elastic])
     assert alone[0] == pytest.approx(ranks[0][0][0][3:], abs=1e-5)
     both = [one + two for one, two in zip(ranks[0][0][1], ranks[1][0][1], strict=True)]
     assert alone[1] == both[3:]
+
+
+@pytest.mark.slow
+def test_the_script_under_torchrun(tmp_path: Path) -> None:
+    """As the manual has it: run, and run again."""
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [ddp.__file__, "--url", str(tmp_path), "--dataset", dataset, "--steps", "2"]
+    script += ["--vocab-size", "97", "--checkpoint", str(tmp_path / "run.pt")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for epoch in (1, 2):
+        done = subprocess.run(
+            torchrun + script, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "2 steps, loss" in done.stdout
+        assert torch.load(tmp_path / "run.pt")["stream"]["epoch"] == epoch

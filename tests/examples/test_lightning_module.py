@@ -14,6 +14,8 @@ from packs import commit_partition, finish_dataset, numbered_packs, start_datase
 from training import (
     LEARNING_RATE,
     MINIBATCH,
+    STEP_SIZE,
+    STEPS,
     assert_same_weights,
     joined,
     on_ranks,
@@ -43,8 +45,8 @@ class Noting(lightning.Callback):
 
 def run(
     store: Path,
-    dataset: str,
     *,
+    dataset: str,
     steps: int,
     resume: Path | None = None,
     save: Path | None = None,
@@ -74,22 +76,32 @@ def run(
 def test_trains_as_padding_does(tmp_path: Path) -> None:
     rows = rows_of(4 * MINIBATCH)
     dataset = pack_rows(tmp_path, rows)
-    losses, taken, weights = run(tmp_path, dataset, steps=4)
+    losses, taken, weights = run(tmp_path, dataset=dataset, steps=4)
     wanted, wanted_weights = padded_losses(rows, rows_per_step=MINIBATCH)
     assert losses == pytest.approx(wanted, abs=1e-5)
     assert_same_weights(weights, wanted_weights)
     assert joined(taken) == list(range(len(rows)))
 
 
+def test_a_step_dataset_trains_as_padding_does(tmp_path: Path) -> None:
+    rows = rows_of(4 * STEP_SIZE)
+    dataset = pack_rows(tmp_path, rows, **STEPS)
+    losses, taken, weights = run(tmp_path, dataset=dataset, steps=4)
+    wanted, wanted_weights = padded_losses(rows, rows_per_step=STEP_SIZE)
+    assert len(taken) > 4  # micro-batches
+    assert sum(losses) == pytest.approx(sum(wanted), abs=1e-5)
+    assert_same_weights(weights, wanted_weights)
+
+
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
-    whole = run(tmp_path, dataset, steps=11)
+    whole = run(tmp_path, dataset=dataset, steps=11)
     saved = [tmp_path / f"{number}.ckpt" for number in range(3)]
     parts = [
-        run(tmp_path, dataset, steps=3, save=saved[0]),
-        run(tmp_path, dataset, steps=5, resume=saved[0], save=saved[1]),  # over the end of the epoch
-        run(tmp_path, dataset, steps=8, resume=saved[1], save=saved[2]),  # to the end of one
-        run(tmp_path, dataset, steps=11, resume=saved[2]),
+        run(tmp_path, dataset=dataset, steps=3, save=saved[0]),
+        run(tmp_path, dataset=dataset, steps=5, resume=saved[0], save=saved[1]),  # over the end of the epoch
+        run(tmp_path, dataset=dataset, steps=8, resume=saved[1], save=saved[2]),  # to the end of one
+        run(tmp_path, dataset=dataset, steps=11, resume=saved[2]),
     ]
     assert joined(part[1] for part in parts) == whole[1]
     assert joined(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-6)
@@ -101,19 +113,19 @@ def test_f32_while_packing_runs_the_batch_taken_ahead_is_not_lost(tmp_path: Path
     dataset = start_dataset(tmp_path, identity="growing")
     commit_partition(tmp_path, dataset, 0, packs[:4], packs_per_shard=2)
     saved = tmp_path / "saved.ckpt"
-    before = run(tmp_path, dataset, steps=2, save=saved)
+    before = run(tmp_path, dataset=dataset, steps=2, save=saved)
     commit_partition(tmp_path, dataset, 1, packs[4:], packs_per_shard=2)
     finish_dataset(tmp_path, dataset, 2, packs)
-    after = run(tmp_path, dataset, steps=6, resume=saved)
+    after = run(tmp_path, dataset=dataset, steps=6, resume=saved)
     assert before[1] + after[1] == [[number] for number in range(6)]
 
 
 # ------------------------------------------------------------------ two ranks
 
 
-def runs(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[Run]:
+def runs(store: Path, phases: list[dict[str, Any]]) -> list[Run]:
     dist.init_process_group("gloo")
-    found = [run(store, dataset, **phase) for phase in phases]
+    found = [run(store, **phase) for phase in phases]
     dist.destroy_process_group()
     return found
 
@@ -121,21 +133,27 @@ def runs(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[Run]:
 @pytest.mark.slow
 def test_two_ranks_and_back_to_one(tmp_path: Path) -> None:
     rows = rows_of(8 * MINIBATCH)
-    dataset = pack_rows(tmp_path, rows)
+    dataset, of_steps = pack_rows(tmp_path, rows), pack_rows(tmp_path, rows, **STEPS)
     saved = tmp_path / "saved.ckpt"
     phases: list[dict[str, Any]] = [
-        {"steps": 4},
-        {"steps": 2, "save": saved},
-        {"steps": 4, "resume": saved},
+        {"dataset": dataset, "steps": 4},
+        {"dataset": dataset, "steps": 2, "save": saved},
+        {"dataset": dataset, "steps": 4, "resume": saved},
+        {"dataset": of_steps, "steps": 4},
     ]
-    ranks = on_ranks(2, runs, tmp_path, dataset, phases)
+    ranks = on_ranks(2, runs, tmp_path, phases)
     wanted, weights = padded_losses(rows, rows_per_step=2 * MINIBATCH)
-    for whole, *parts in ranks:
+    for whole, *parts, _ in ranks:
         assert_same_weights(whole[2], weights)
         assert joined(part[1] for part in parts) == whole[1]
     of_both = [one + two for one, two in zip(ranks[0][0][0], ranks[1][0][0], strict=True)]
     assert of_both == pytest.approx(wanted, abs=1e-5)
     assert sorted(joined(ranks[0][0][1] + ranks[1][0][1])) == list(range(len(rows)))
-    alone = run(tmp_path, dataset, steps=4, resume=saved, packs_per_step=2)
+    for *_, step_wise in ranks:
+        assert len(step_wise[0]) > 4
+        assert_same_weights(step_wise[2], weights)
+    total = sum(joined(rank[-1][0] for rank in ranks))
+    assert total == pytest.approx(sum(wanted), abs=1e-5)
+    alone = run(tmp_path, dataset=dataset, steps=4, resume=saved, packs_per_step=2)
     assert alone[0] == pytest.approx(wanted[2:], abs=1e-5)
     assert joined(alone[1]) == list(range(4 * MINIBATCH, 8 * MINIBATCH))

@@ -11,6 +11,8 @@ from packs import commit_partition, numbered_packs, start_dataset
 from training import (
     LEARNING_RATE,
     MINIBATCH,
+    STEP_SIZE,
+    STEPS,
     assert_same_weights,
     joined,
     on_ranks,
@@ -96,6 +98,20 @@ def test_trains_as_padding_does(tmp_path: Path, accumulation: int) -> None:
     assert [num_items for _, num_items in trainer.received[::accumulation]] == trainer.own_counts
 
 
+def test_a_step_dataset_trains_as_padding_does(tmp_path: Path) -> None:
+    rows = rows_of(4 * STEP_SIZE)
+    dataset = pack_rows(tmp_path, rows, **STEPS)
+    trainer = trainer_of(tmp_path, dataset, max_steps=4)
+    trainer.train()
+    wanted, weights = padded_losses(rows, rows_per_step=STEP_SIZE)
+    assert len(trainer.received) > 4
+    assert trainer.losses == pytest.approx(wanted, abs=1e-5)
+    assert_same_weights(trainer.model.state_dict(), weights)
+    assert trainer.state.epoch == 1
+    with pytest.raises(ValueError, match="max_steps"):
+        trainer_of(tmp_path, dataset, num_train_epochs=1).train()
+
+
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
     whole = trainer_of(tmp_path, dataset, max_steps=7, gradient_accumulation_steps=2)  # 2 steps an epoch
@@ -136,11 +152,11 @@ def test_while_packing_runs_max_steps_is_required(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ two ranks
 
 
-def train(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[tuple]:
+def train(store: Path, phases: list[dict[str, Any]]) -> list[tuple]:
     found = []
     for options in phases:
         resume = options.pop("resume", None)
-        trainer = trainer_of(store, dataset, **options)
+        trainer = trainer_of(store, **options)
         trainer.train(resume_from_checkpoint=resume)
         counts = [num_items for _, num_items in trainer.received]
         found.append((trainer.losses, trainer.ids, counts, trainer.own_counts, trainer.model.state_dict()))
@@ -150,18 +166,22 @@ def train(store: Path, dataset: str, phases: list[dict[str, Any]]) -> list[tuple
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     rows = rows_of(8 * MINIBATCH)
-    dataset = pack_rows(tmp_path, rows)
+    dataset, of_steps = pack_rows(tmp_path, rows), pack_rows(tmp_path, rows, **STEPS)
     saving = {"save_strategy": "steps", "save_steps": 2}
     phases = [
-        {"max_steps": 4},
-        {"max_steps": 2, **saving},
-        {"max_steps": 4, **saving, "resume": True},
+        {"dataset": dataset, "max_steps": 4},
+        {"dataset": dataset, "max_steps": 2, **saving},
+        {"dataset": dataset, "max_steps": 4, **saving, "resume": True},
+        {"dataset": of_steps, "max_steps": 4},
     ]
-    ranks = on_ranks(2, train, tmp_path, dataset, phases)
+    ranks = on_ranks(2, train, tmp_path, phases)
     wanted, weights = padded_losses(rows, rows_per_step=2 * MINIBATCH)
+    assert ranks[0][3][0] == pytest.approx(wanted, abs=1e-5)
+    assert_same_weights(ranks[1][3][4], weights)
+    assert len(ranks[0][3][1]) == len(ranks[1][3][1]) > 4
     assert ranks[0][0][0] == pytest.approx(wanted, abs=1e-5)
     assert ranks[0][2][0] == pytest.approx(wanted, abs=1e-5)
-    for rank, (whole, before, after) in enumerate(ranks):
+    for rank, (whole, before, after, _) in enumerate(ranks):
         assert_same_weights(whole[4], weights)
         stream = PackedStream(tmp_path, dataset=dataset, rank=rank, world_size=2)
         batches = list(stream)

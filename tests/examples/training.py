@@ -51,6 +51,10 @@ def pack_rows(folder: Path, rows: Sequence[Row], **packing: Any) -> str:
     ).job.dataset
 
 
+STEP_SIZE = 6
+STEPS = {"strategy": "step", "step_size": STEP_SIZE, "minibatch_size": None, "max_tokens": 30}
+
+
 def tiny() -> LlamaForCausalLM:
     """The examples' model, smaller still and always with the same weights."""
     torch.set_num_threads(1)
