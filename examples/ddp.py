@@ -81,7 +81,11 @@ def save(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, s
     """Write a checkpoint from rank 0. The stream's state is the same on every rank."""
     weights, moments = get_state_dict(model, optimizer, options=WHOLE)
     if dist.get_rank() == 0:
-        torch.save({"model": weights, "optimizer": moments, "stream": stream.state_dict()}, path)
+        # Beside it and then in its place: a run that dies here leaves the old one whole, and the old one
+        # may still be mapped.
+        new = path.with_name(f"{path.name}.new")
+        torch.save({"model": weights, "optimizer": moments, "stream": stream.state_dict()}, new)
+        new.replace(path)
     dist.barrier()
 
 

@@ -1,0 +1,84 @@
+"""examples/evaluation.py: the loss of every example equals the example alone, however it was packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import evaluation
+import pytest
+import torch
+import torch.distributed as dist
+from training import Row, on_ranks, pack_rows, rows_of, tiny
+
+
+def alone(rows: list[Row]) -> dict[int, tuple[float, int]]:
+    """(summed loss, trained tokens) of each row, evaluated by itself with transformers' own attention."""
+    model = tiny().eval()
+    model.set_attn_implementation("sdpa")
+    found = {}
+    for index, row in enumerate(rows):
+        labels = torch.tensor([row["labels"]])
+        count = int((labels[0, 1:] != -100).sum())
+        if count:
+            with torch.no_grad():
+                loss = model(input_ids=torch.tensor([row["input_ids"]]), labels=labels, use_cache=False).loss
+            found[index] = (loss.item() * count, count)
+    return found
+
+
+def assert_equal_alone(found: dict[int, evaluation.ExampleLoss], rows: list[Row]) -> None:
+    wanted = alone(rows)
+    assert list(found) == list(wanted)
+    for index, (total, count) in wanted.items():
+        assert found[index].num_tokens == count
+        assert found[index].total == pytest.approx(total, abs=1e-4)
+        assert found[index].mean == pytest.approx(total / count, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"strategy": "best_fit", "minibatch_size": None, "max_tokens": 64},
+        {"strategy": "best_fit", "minibatch_size": None, "max_tokens": 64, "pack_multiple": 64},
+        {"strategy": "minibatch"},
+    ],
+)
+def test_every_example_as_if_alone(tmp_path: Path, packing: dict[str, Any]) -> None:
+    rows = rows_of(23)
+    dataset = pack_rows(tmp_path, rows, **packing)
+    assert_equal_alone(evaluation.evaluate(tiny(), evaluation.open_stream(str(tmp_path), dataset)), rows)
+
+
+def test_pieces_of_a_cut_example_come_together(tmp_path: Path) -> None:
+    """Their losses are the pieces', the first token of each never trained; the example is told once."""
+    rows = rows_of(7)
+    options = {"strategy": "wrapped", "minibatch_size": None, "max_tokens": 10}
+    dataset = pack_rows(tmp_path, rows, **options)
+    found = evaluation.evaluate(tiny(), evaluation.open_stream(str(tmp_path), dataset))
+    batches = list(evaluation.open_stream(str(tmp_path), dataset))
+    assert sum(batch.num_segments for batch in batches) > len(rows)
+    assert sum(loss.num_tokens for loss in found.values()) == sum(batch.num_trained for batch in batches)
+    assert set(found) <= set(range(len(rows)))
+
+
+def on_rank(store: Path, dataset: str) -> tuple[dict[int, evaluation.ExampleLoss], list[int], int]:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    stream = evaluation.open_stream(str(store), dataset, rank=rank, world_size=world_size)
+    batches = list(stream)
+    again = evaluation.open_stream(str(store), dataset, rank=rank, world_size=world_size)
+    found = evaluation.evaluate(tiny(), again)
+    dist.destroy_process_group()
+    return found, [int(example) for batch in batches for example in batch.example_ids], len(batches)
+
+
+@pytest.mark.slow
+def test_every_pack_once_over_two_ranks(tmp_path: Path) -> None:
+    rows = rows_of(9)
+    dataset = pack_rows(tmp_path, rows, minibatch_size=2)  # 5 packs: the last step is filled up
+    first, second = on_ranks(2, on_rank, tmp_path, dataset)
+    assert first[0] == second[0]
+    assert_equal_alone(first[0], rows)
+    assert first[2] == second[2] == 3
+    assert sorted(first[1] + second[1]) == [-1, *range(9)]
