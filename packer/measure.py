@@ -24,7 +24,7 @@ def token_lengths(job: Job, store: LocalStore) -> Iterator[NDArray[np.int64]]:
         sources.index_input(one, store=store, work_key=f"work/{number}", random_access=False, fields=fields)
         for number, one in enumerate(job.inputs)
     ]
-    renderer = renderer_of(job, store)
+    renderer = renderer_of(job, store, whole=True)
     for partition in sources.cut(indexes, shuffle_seed=None):
         for records in sources.read_partition(partition, store=store, fields=fields):
             yield renderer.render(records.rows).lengths

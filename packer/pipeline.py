@@ -94,21 +94,25 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_renderer(root: str, spec_json: bytes, tokenizer_digest: str) -> Renderer:
+def _cached_renderer(root: str, spec_json: bytes, tokenizer_digest: str, whole: bool) -> Renderer:
     """One renderer a worker process and dataset: loading a tokenizer takes longer than a small task."""
     tokenizer = Tokenizer(Bundle.load(LocalStore(root), tokenizer_digest)) if tokenizer_digest else None
-    return make_renderer(parse_spec(json.loads(spec_json)), tokenizer)
+    return make_renderer(parse_spec(json.loads(spec_json)), tokenizer, whole=whole)
 
 
-def renderer_of(job: Job, store: LocalStore) -> Renderer:
-    """The renderer of a job, from the store."""
-    return _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest)
+def renderer_of(job: Job, store: LocalStore, *, whole: bool = False) -> Renderer:
+    """The renderer of a job, from the store. whole: as in make_renderer."""
+    return _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest, whole)
 
 
-def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
-    """The renderer of a resolved spec. Raises RenderError where template and loss do not fit."""
+def make_renderer(spec: Spec, tokenizer: Tokenizer | None, *, whole: bool = False) -> Renderer:
+    """The renderer of a resolved spec. Raises RenderError where template and loss do not fit.
+
+    whole: render all of every row, not only what the spec's packing will keep of it.
+    """
     packing = spec.packing
-    truncates = packing.overlong == "truncate" and packing.truncate_side == "right"
+    truncates = (packing.overlong, packing.truncate_side) == ("truncate", "right")
+    truncates = truncates and packing.strategy != "wrapped"  # which cuts, but throws nothing away
     return Renderer(
         tokenizer,
         format=spec.source.format,
@@ -117,7 +121,7 @@ def make_renderer(spec: Spec, tokenizer: Tokenizer | None) -> Renderer:
         add_bos=spec.tokenizer.add_bos if spec.tokenizer else False,
         add_eos=spec.tokenizer.add_eos if spec.tokenizer else False,
         # One more than a pack takes: so it is seen that the row is cut.
-        first_tokens=_capacity(spec).segment + 1 if truncates and packing.strategy != "wrapped" else None,
+        first_tokens=_capacity(spec).segment + 1 if truncates and not whole else None,
     )
 
 

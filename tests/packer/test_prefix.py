@@ -16,7 +16,11 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from packer import prefix
+from packer.measure import token_lengths
 from packer.prefix import _SPLITS, next_cut
+from packer.resolve import resolve
+from packer.spec import parse_spec
+from packer.store import LocalStore
 from packer.tokenization import Bundle, Tokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tokenizer"
@@ -162,3 +166,11 @@ def test_shards_do_not_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert wanted.report["bytes_cut"] == 0
     assert (found.report["bytes_cut"] > 0) == (strategy != "wrapped")
     assert found.report["tokens_in"] <= wanted.report["tokens_in"]
+
+
+def test_an_estimate_measures_whole_texts(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "some words of a text " * 500}])
+    folder = write_tokenizer(tmp_path / "tokenizer", Bundle.read(EXAMPLE))
+    store = LocalStore(tmp_path / "store")
+    job = resolve(parse_spec(spec_of(source, folder, packing={"max_tokens": 64})), store=store)
+    assert [lengths.tolist()[0] > 2000 for lengths in token_lengths(job, store)] == [True]
