@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -21,6 +23,12 @@ def add(verbs: Any) -> None:
         "--workers", type=int, metavar="N", help="Ray workers here (default: all cores; 0: none)"
     )
     parser.add_argument("--ray", metavar="ADDRESS", help="an existing Ray cluster")
+    parser.add_argument(
+        "--preview",
+        type=int,
+        metavar="N",
+        help="show the first N examples as they will be trained; pack nothing",
+    )
     common.add_place(parser)
     common.add_json(parser)
     parser.set_defaults(run=run)
@@ -28,11 +36,58 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     document = spec_document(args)
+    if args.preview is not None:
+        return _preview(args, document)
     view = _pack_at_service(args, document) if args.url else _pack_here(args, document)
     if not args.json:
         common.print_report(view)
     common.print_result(args, view)
     return 0
+
+
+# ------------------------------------------------------------------ preview
+
+
+def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
+    from packer.preview import preview
+    from packer.render import RenderError
+    from packer.resolve import resolve
+    from packer.sources import SourceError
+    from packer.spec import SpecError, parse_spec
+    from packer.store import LocalStore
+    from packer.tokenization import TokenizerError
+
+    if args.url:
+        raise CommandError("--preview works here, not at a service: leave --url out", status=2)
+    if args.preview < 1:
+        raise CommandError(f"--preview: at least 1 example is required, found {args.preview}", status=2)
+    with tempfile.TemporaryDirectory(prefix="padfree-preview-") as folder:
+        store = LocalStore(folder)
+        try:
+            found = preview(resolve(parse_spec(document), store=store), store, args.preview)
+        except SpecError as error:
+            raise CommandError(str(error), status=2) from None
+        except (SourceError, TokenizerError, RenderError, OSError) as error:
+            raise CommandError(str(error)) from None
+    if not args.json:
+        for example in found.examples:
+            sizes = f"{len(example.tokens)} tokens, {sum(token.trained for token in example.tokens)} trained"
+            print(f"example {example.example} ({example.place}): {sizes}")
+            print(f"  {example.error}" if example.error else _shown(example.tokens, sys.stdout.isatty()))
+        for warning in found.warnings:
+            print(f"warning: {warning}")
+    common.print_result(args, dataclasses.asdict(found))
+    return 0
+
+
+def _shown(tokens: list[Any], colour: bool) -> str:
+    """Tokens between bars; trained ones in green, or in [brackets] where there is no colour."""
+    opening, closing = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
+    texts = []
+    for token in tokens:
+        text = token.text.replace("\x1b", "\\x1b").replace("\r", "\\r").replace("\n", "\\n\n")
+        texts.append(f"{opening}{text}{closing}" if token.trained else text)
+    return "|".join(texts)
 
 
 # ------------------------------------------------------------------ here

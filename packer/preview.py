@@ -1,0 +1,169 @@
+"""The first examples as they will be trained, token by token, and what a careful colleague would say."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from packer import sources
+from packer.packing.values import Capacity
+from packer.pipeline import renderer_of
+from packer.render import Rendered
+from packer.spec import Job
+from packer.store import LocalStore
+from packer.tokenization import Tokenizer
+
+SAMPLE_ROWS = 1000  # what the warnings look at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token and its text, as the vocabulary spells it where it is a part of a character."""
+
+    id: int
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A row as tokens, or why it cannot be used."""
+
+    example: int
+    place: str
+    tokens: list[Token]
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preview:
+    """The first examples, and warnings about the first `num_rows` rows."""
+
+    examples: list[Example]
+    warnings: list[str]
+    num_rows: int
+
+
+def preview(job: Job, store: LocalStore, num_examples: int, *, sample_rows: int = SAMPLE_ROWS) -> Preview:
+    """Render the first rows in source order, as packing will. Works in this process and writes no shard.
+
+    What it unpacks lies in the store until the caller removes it. Raises what reading and rendering raise.
+    """
+    renderer = renderer_of(job, store, whole=True)
+    examples: list[Example] = []
+    notes = _Notes(job, renderer.tokenizer)
+    for records in _batches(job, store):
+        rendered = renderer.render(records.rows)
+        notes.add(rendered, num_unreadable=len(records.errors))
+        wanted = num_examples - len(examples)
+        examples += sorted(_examples(records, rendered, renderer.tokenizer), key=_place)[:wanted]
+        if notes.num_rows >= max(sample_rows, num_examples):
+            break
+    return Preview(
+        examples=examples, warnings=[*renderer.warnings, *notes.warnings()], num_rows=notes.num_rows
+    )
+
+
+def _place(example: Example) -> int:
+    return example.example
+
+
+def _batches(job: Job, store: LocalStore) -> Iterator[sources.Records]:
+    fields = dict(job.spec.source.fields)
+    for number, one in enumerate(job.inputs):
+        index = sources.index_input(
+            one, store=store, work_key=f"work/{number}", random_access=False, fields=fields
+        )
+        for partition in sources.cut([index], shuffle_seed=None):
+            yield from sources.read_partition(partition, store=store, fields=fields)
+
+
+def _examples(records: sources.Records, rendered: Rendered, tokenizer: Tokenizer | None) -> Iterator[Example]:
+    wrong = dict(rendered.errors)
+    bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
+    for row, (start, stop) in enumerate(pairwise(bounds)):
+        pairs = zip(
+            rendered.input_ids[start:stop].tolist(), rendered.loss_mask[start:stop].tolist(), strict=True
+        )
+        yield Example(
+            example=int(records.example_ids[row]),
+            place=str(records.locations[row]),
+            # The first token of a segment is never trained: nothing comes before it.
+            tokens=[
+                Token(id=i, text=_text(i, tokenizer), trained=trained and at > 0)
+                for at, (i, trained) in enumerate(pairs)
+            ],
+            error=wrong.get(row),
+        )
+    for error in records.errors:
+        yield Example(example=error.example_id, place=error.location, tokens=[], error=error.reason)
+
+
+def _text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return str(token_id)
+    text = tokenizer.decode([token_id])
+    return text if text and "\ufffd" not in text else tokenizer.token(token_id)
+
+
+class _Notes:
+    """Counts over the rows of a sample, and the warnings that follow from them."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
+        packing = job.spec.packing
+        self._limit = Capacity(
+            max_tokens=packing.max_tokens,
+            segment_multiple=packing.segment_multiple,
+            pack_multiple=packing.pack_multiple,
+        ).segment
+        self._bos = tokenizer.bos_id if tokenizer is not None else None
+        self._control = tokenizer.is_control if tokenizer is not None else None
+        self._counts: Counter[str] = Counter()
+        self._seen: set[bytes] = set()
+
+    @property
+    def num_rows(self) -> int:
+        return self._counts["rows"]
+
+    def add(self, rendered: Rendered, *, num_unreadable: int) -> None:
+        self._counts["rows"] += len(rendered.lengths) + num_unreadable
+        self._counts["unusable"] += len(rendered.errors) + num_unreadable
+        bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
+        for start, stop in pairwise(bounds):
+            if start < stop:
+                self._look(rendered.input_ids[start:stop], rendered.loss_mask[start:stop])
+
+    def _look(self, ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> None:
+        counts, key = self._counts, hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
+        counts["whole"] += 1
+        counts["twice"] += key in self._seen
+        self._seen.add(key)
+        counts["long"] += len(ids) > self._limit
+        counts["untrained"] += not mask[1:].any()
+        counts["two_bos"] += self._bos is not None and bool((ids[:2] == self._bos).all()) and len(ids) > 1
+        if self._control is not None:
+            counts["ended"] += bool((self._control[ids] & mask)[1:].any())
+
+    def warnings(self) -> list[str]:
+        counts, whole = self._counts, self._counts["whole"]
+        texts = {
+            "unusable": "cannot be used (see source.on_bad_row)",
+            "long": f"are longer than a pack takes ({self._limit} tokens; see packing.overlong)",
+            "untrained": "train no token and will be left out",
+            "two_bos": "begin with two BOS tokens: take one out, or set tokenizer.add_bos to false",
+            "twice": "have the tokens of an earlier row: duplicates",
+        }
+        found = [
+            f"{counts[name]:,} of the first {self.num_rows:,} rows {text}"
+            for name, text in texts.items()
+            if counts[name]
+        ]
+        if whole and self._control is not None and not counts["ended"]:
+            found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
+        return found
