@@ -14,6 +14,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -22,9 +23,7 @@ from train_tiny import tiny_model
 from trainer_client import PackedBatch, PackedStream
 
 
-def open_stream(
-    accelerator: Accelerator, source: str | Path, dataset: str, **options: object
-) -> PackedStream:
+def open_stream(accelerator: Accelerator, source: str | Path, dataset: str, **options: Any) -> PackedStream:
     """This rank's stream, without end, as part of what save_state and load_state keep."""
     stream = PackedStream(
         source,

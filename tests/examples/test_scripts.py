@@ -1,0 +1,46 @@
+"""Each example as its first lines say it is run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from accelerate.state import AcceleratorState
+from packing_job import write_tokenizer
+from training import MINIBATCH, VOCAB_SIZE, pack_rows, rows_of
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "said"),
+    [
+        ("train_tiny", "--steps 2 --vocab-size SIZE", "2 steps, loss"),
+        ("transformers_trainer", "--steps 2 --vocab-size SIZE --output OUT", "train_loss"),
+        ("trl_sft", "--steps 2 --tokenizer TOKENIZER --output OUT", "mean_token_accuracy"),
+        ("accelerate_loop", "--steps 2 --accumulate 2 --vocab-size SIZE --checkpoint OUT", "2 steps, loss"),
+        ("lightning_module", "--steps 2 --vocab-size SIZE", ""),
+        ("evaluation", "--vocab-size SIZE", "12 examples"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_runs_as_a_script(
+    name: str,
+    extra: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", toy.bundle())
+    values = {"SIZE": str(VOCAB_SIZE), "OUT": str(tmp_path / "out"), "TOKENIZER": str(tokenizer)}
+    arguments = [values.get(word, word) for word in extra.split()]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, "--url", str(tmp_path), "--dataset", dataset, *arguments])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    torch.set_num_threads(1)
+    importlib.import_module(name).main()
+    assert said in capsys.readouterr().out
