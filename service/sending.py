@@ -90,6 +90,9 @@ class ChunkedResponse(Response):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 waited.inc(time.perf_counter() - since)
                 served.inc(len(chunk))
+                # Neither reading what is in memory nor sending need ever wait: without this nobody else's
+                # turn would come, and a reader that has gone would be sent all that is left.
+                await asyncio.sleep(0)
         if not started:
             await send(self._start())
         await send({"type": "http.response.body", "body": b"", "more_body": False})

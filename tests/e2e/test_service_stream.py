@@ -297,6 +297,23 @@ def test_a_client_that_leaves_ends_its_stream_at_once(tmp_path):
         assert b'padfree_streams_ended_total{how="disconnected"} 1.0' in server.get("/metrics").body
 
 
+def test_a_reader_that_left_is_sent_no_more_and_holds_nobody_up(tmp_path):
+    packs = random_packs(100, max_tokens=8192) * 8
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=200)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("shards/*"))
+    with running(tmp_path, max_chunk_bytes=64 << 10) as server:
+        sent = server.service.metrics.served_bytes.labels("stream")
+        assert len(messages(server.stream(dataset, max_steps=800).body)) == 800  # all is in memory now
+        before = sent._value.get()
+        connection, response = server.open("GET", f"/v1/datasets/{dataset}/stream")
+        response.read(100)
+        connection.sock.shutdown(socket.SHUT_RDWR)
+        connection.close()
+        wait_for(lambda: server.service.num_streams == 0)
+        assert sent._value.get() - before < size / 2
+        assert b'padfree_streams_ended_total{how="disconnected"} 1.0' in server.get("/metrics").body
+
+
 def test_a_slow_reader_is_waited_for_and_holds_little(tmp_path):
     packs = random_packs(100, max_tokens=8192) * 8
     dataset = build_dataset(tmp_path, packs, packs_per_shard=200)
