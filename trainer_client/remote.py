@@ -29,6 +29,7 @@ from trainer_client.transport import Received, Request, decode, max_tokens_of
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
+_PIECE_BYTES = 256 << 10  # read at once
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_BODY_BYTES = 1 << 31
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -130,8 +131,9 @@ class HttpTransport:
         response = self._open(request)
         whole = False
         try:
-            self._read_schema(response)
-            while (received := self._read_message(response)) is not None:
+            incoming = _Incoming(response)
+            self._read_schema(incoming)
+            while (received := self._read_message(incoming)) is not None:
                 yield received
             response.read()  # the end of the body, so that the connection can be used again
             whole = not response.will_close
@@ -194,10 +196,10 @@ class HttpTransport:
         if connection is not None:
             connection.close()
 
-    def _read_schema(self, response: http.client.HTTPResponse) -> None:
-        prefix = self._fill(response, 8, "the schema", silent=True)
+    def _read_schema(self, incoming: _Incoming) -> None:
+        prefix = self._fill(incoming, 8, "the schema", silent=True)
         size = _header_size(prefix)
-        message = np.concatenate([prefix, self._fill(response, size - 8, "the schema")])
+        message = np.concatenate([prefix, self._fill(incoming, size - 8, "the schema")])
         try:
             found = pa.ipc.read_schema(pa.py_buffer(message)).metadata or {}
         except (pa.ArrowException, OSError) as error:
@@ -210,13 +212,13 @@ class HttpTransport:
                 f"sent dataset {named!r} of version {version!r}: client and service must be of one release"
             )
 
-    def _read_message(self, response: http.client.HTTPResponse) -> Received | None:
+    def _read_message(self, incoming: _Incoming) -> Received | None:
         """The next pack, or None at the end-of-stream mark."""
-        prefix = self._fill(response, 8, "the next pack", silent=True)
+        prefix = self._fill(incoming, 8, "the next pack", silent=True)
         if prefix.tobytes() == shard.END_OF_STREAM:
             return None
         header_bytes = _header_size(prefix)
-        header = self._fill(response, header_bytes - 8, "a pack's header")
+        header = self._fill(incoming, header_bytes - 8, "a pack's header")
         try:
             body_bytes = read_stamp(header.data).body_bytes
         except ShardError as error:
@@ -225,25 +227,21 @@ class HttpTransport:
             raise Lost(f"a pack of {body_bytes} bytes was announced", damaged=True)
         message = np.empty(header_bytes + body_bytes, np.uint8)
         message[:8], message[8:header_bytes] = prefix, header
-        self._fill_into(response, message.data[header_bytes:], "a pack")
+        self._fill_into(incoming, message.data[header_bytes:], "a pack")
         stamp, pack = decode(message.data, header_bytes)
         return Received(pack=pack, stamp=stamp, num_bytes=len(message))
 
-    def _fill(
-        self, response: http.client.HTTPResponse, num_bytes: int, what: str, *, silent: bool = False
-    ) -> np.ndarray:
+    def _fill(self, incoming: _Incoming, num_bytes: int, what: str, *, silent: bool = False) -> np.ndarray:
         buffer = np.empty(num_bytes, np.uint8)
-        self._fill_into(response, buffer.data, what, silent=silent)
+        self._fill_into(incoming, buffer.data, what, silent=silent)
         return buffer
 
-    def _fill_into(
-        self, response: http.client.HTTPResponse, view: memoryview, what: str, *, silent: bool = False
-    ) -> None:
+    def _fill_into(self, incoming: _Incoming, view: memoryview, what: str, *, silent: bool = False) -> None:
         """Read exactly len(view) bytes. Raises Lost; Silent where not one came and none was due."""
         at = 0
         try:
             while at < len(view):
-                count = response.readinto(view[at:])
+                count = incoming.take(view[at:])
                 if not count:
                     raise Lost(f"{self._url} closed the stream after {at} of {len(view)} bytes of {what}")
                 at += count
@@ -284,6 +282,23 @@ class HttpTransport:
         field = f" ({problem['field']})" if problem.get("field") else ""
         hint = "" if problem else "; is this the url of a padfree service?"
         return StreamRefused(f"{self._url} answered {response.status}{field}: {detail}{hint}")
+
+
+class _Incoming:
+    """The body of a response, taken as it comes in larger pieces: a call into http.client costs as much as
+    checking a pack."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self._response = response
+        self._left = memoryview(b"")
+
+    def take(self, view: memoryview) -> int:
+        """Put what is there into the view, at least one byte; 0 at the end. Never waits for more."""
+        if not self._left:
+            self._left = memoryview(self._response.read1(_PIECE_BYTES))
+        count = min(len(view), len(self._left))
+        view[:count], self._left = self._left[:count], self._left[count:]
+        return count
 
 
 def _query(request: Request) -> dict[str, Any]:
