@@ -41,20 +41,26 @@ class FolderTransport:
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the training thread may ask for num_packs beside the reader
         self._known = False
+        self._spec: dict[str, Any] | None = None
+        self._layout: Layout | None = None
 
     def layout(self) -> Layout:
-        self._require_known()
-        self._refresh()
-        finished = self._manifest.finished is not None
-        return Layout(
-            num_packs=self._manifest.num_packs if finished else None,
-            max_tokens=max_tokens_of(self.spec()),
-            step_sizes=self._step_sizes(),
-        )
+        if self._layout is None or self._layout.num_packs is None:
+            self._require_known()
+            self._refresh()
+            finished = self._manifest.finished is not None
+            self._layout = Layout(
+                num_packs=self._manifest.num_packs if finished else None,
+                max_tokens=max_tokens_of(self.spec()),
+                step_sizes=self._step_sizes(),
+            )
+        return self._layout
 
     def spec(self) -> dict[str, Any]:
-        self._require_known()
-        return (self._manifest.spec() or {}).get("spec", {})
+        if self._spec is None:
+            self._require_known()
+            self._spec = (self._manifest.spec() or {}).get("spec", {})
+        return self._spec
 
     def idle_shares(self, split: Split, epoch: int, max_steps: int) -> dict[str, float]:
         self._refresh()
@@ -71,6 +77,7 @@ class FolderTransport:
     def fresh(self) -> FolderTransport:
         other = FolderTransport(self._root, self.dataset, timeout_s=self._timeout_s)
         other._manifest, other._lock, other._known = self._manifest, self._lock, self._known
+        other._spec, other._layout = self._spec, self._layout
         return other
 
     def close(self) -> None:
