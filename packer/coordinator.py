@@ -256,6 +256,7 @@ def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float, ret
         manifest.counters,
         max_tokens=job.spec.packing.max_tokens,
         ignored=list(job.ignored),
+        warnings=job.warnings,
     )
     store.put(
         dataset_key(job.dataset, "finished.json"),

@@ -68,8 +68,30 @@ def _listed(parts: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any
     return rows
 
 
-def report(parts: Sequence[Mapping[str, Any]], *, max_tokens: int, **more: Any) -> dict[str, Any]:
-    """The report of a dataset, from the counters of its commits in order."""
+def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
+    """What should not pass unnoticed though the spec allows it: 1 % of the rows or more."""
+    said = {
+        "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them",
+        "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split them",
+        "rows_untrained": "have nothing to train (in max_tokens tokens, where they are cut) and were left out",
+        "rows_empty": "have no tokens and were left out",
+        "rows_rejected": "could not be used and were left out; the report lists the first",
+    }
+    found = []
+    for name, text in said.items():
+        count = getattr(counters, name)
+        if 100 * count >= counters.rows_in > 0:
+            found.append(f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) {text}")
+    return found
+
+
+def report(
+    parts: Sequence[Mapping[str, Any]], *, max_tokens: int, warnings: Sequence[str] = (), **more: Any
+) -> dict[str, Any]:
+    """The report of a dataset, from the counters of its commits in order.
+
+    `warnings`: what was to be said before the work; what the counters say is added.
+    """
     counters = total(parts)
     counters.check()
     values = dataclasses.asdict(counters)
@@ -83,5 +105,6 @@ def report(parts: Sequence[Mapping[str, Any]], *, max_tokens: int, **more: Any) 
         "rejected": _listed(parts, "rejected"),  # file, line, unit, reason
         "overlong": _listed(parts, "overlong"),  # file, line, unit, example, num_tokens
         "fallbacks": _listed(parts, "fallbacks"),  # partition, reason
+        "warnings": [*warnings, *warnings_of(counters, max_tokens)],
         **more,
     }

@@ -54,11 +54,12 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
     source = dataclasses.replace(spec.source, format=format_, fields=fields)
     resolved = dataclasses.replace(spec, source=source, loss=loss)
     # Made once here, so that a template that cannot be used is told before any work is done.
-    make_renderer(resolved, tokenizer)
+    renderer = make_renderer(resolved, tokenizer)
     return Job(
         dataset=dataset_id(resolved, inputs=inputs, tokenizer_digest=digest),
         spec=resolved,
         inputs=inputs,
         tokenizer_digest=digest,
         ignored=tuple(ignored),
+        warnings=renderer.warnings,
     )

@@ -114,6 +114,7 @@ class Job:
     inputs: tuple[InputFile, ...]
     tokenizer_digest: str
     ignored: tuple[str, ...] = ()  # files of a folder that are no sources, by name
+    warnings: tuple[str, ...] = ()  # what a careful colleague would say of the spec, before any work
 
 
 # ------------------------------------------------------------------ parse
@@ -319,4 +320,5 @@ def job_from_document(document: Mapping[str, Any]) -> Job:
         inputs=tuple(InputFile(**i) for i in document["inputs"]),
         tokenizer_digest=document["tokenizer_digest"],
         ignored=tuple(document["ignored"]),
+        warnings=tuple(document.get("warnings", ())),
     )

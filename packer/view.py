@@ -44,5 +44,6 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
         },
         "report": manifest.finished["report"] if manifest.finished else None,
         "error": failed,
+        "warnings": document.get("warnings", []),
         "spec": document["spec"],
     }

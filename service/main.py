@@ -42,6 +42,8 @@ def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Open streams are cut off then."""
     logs.configure(settings)
+    if missing := [str(root) for root in settings.data_roots if not root.is_dir()]:
+        raise SettingsError(f"PADFREE_DATA_ROOTS (--data-root): no such folder: {', '.join(missing)}")
     listener = bind(settings)
     app = create_app(settings, runner_for(settings))
     host, port = listener.getsockname()[:2]

@@ -30,6 +30,7 @@ class DatasetView(BaseModel):
     progress: dict[str, Any] = Field(description="Counts so far; all of the dataset once it is ready.")
     report: dict[str, Any] | None = Field(None, description="Set once the dataset is ready; adds up.")
     error: dict[str, Any] | None = Field(None, description="Why packing failed: title, detail, field.")
+    warnings: list[str] = Field([], description="What should be known of the spec before training on it.")
 
 
 class DatasetList(BaseModel):

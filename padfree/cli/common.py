@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import os
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -45,9 +47,12 @@ def store_folder(args: argparse.Namespace, *, must_exist: bool) -> Path:
 
 
 def request(
-    args: argparse.Namespace, method: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S
+    args: argparse.Namespace, method: str, path: str, body: Any = None, *, patience_s: float = 0.0
 ) -> Any:
-    """One JSON call to the service of --url. Raises CommandError with the problem's detail."""
+    """One JSON call to the service of --url; for `patience_s` again where none answers.
+
+    Raises CommandError with the problem's detail.
+    """
     call = urllib.request.Request(args.url.rstrip("/") + path, method=method)
     if args.token:
         call.add_header("Authorization", f"Bearer {args.token}")
@@ -55,14 +60,19 @@ def request(
     if body is not None:
         data = json.dumps(body).encode()
         call.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(call, data, timeout=timeout_s) as answer:
-            return json.loads(answer.read() or b"null")
-    except urllib.error.HTTPError as error:
-        raise _problem(error) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise CommandError(f"no padfree service answers at {args.url}: {reason}") from None
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            with urllib.request.urlopen(call, data, timeout=TIMEOUT_S) as answer:
+                return json.loads(answer.read() or b"null")
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or time.monotonic() >= until:
+                raise _problem(error) from None
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if time.monotonic() >= until:
+                reason = getattr(error, "reason", error)
+                raise CommandError(f"no padfree service answers at {args.url}: {reason}") from None
+        time.sleep(1.0)
 
 
 def _problem(error: urllib.error.HTTPError) -> CommandError:
@@ -99,10 +109,15 @@ def print_report(view: dict[str, Any]) -> None:
         f"tokens  {report['tokens_in']:,} in, {report['tokens_packed']:,} packed, "
         f"{report['tokens_trained']:,} trained, {report['tokens_dropped']:,} dropped"
     )
-    fill = f"fill {report['fill']:.4f} (padding: {report['padded_fill']:.4f})"
     print(
-        f"packs   {report['num_packs']:,} (at least {report['lower_bound_packs']:,}) "
-        f"in {report['num_shards']:,} shards, {fill}"
+        f"packs   {report['num_packs']:,} (no packer needs fewer than {report['lower_bound_packs']:,}), "
+        f"fill {report['fill']:.4f} of max_tokens"
     )
+    print(
+        f"shards  {report['num_shards']:,}. Padded to the longest of each mini-batch, "
+        f"{report['padded_fill']:.4f} of what a model computes would be real tokens"
+    )
+    for warning in report.get("warnings", []):
+        print(f"warning {warning}", file=sys.stderr)
     for row in report["rejected"][:10]:
         print(f"        {row['file']}, {row['unit']} {row['line']}: {row['reason']}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import Any
 
 from padfree.cli import common
 from padfree.cli.common import CommandError
-from padfree.cli.spec_options import add_spec_options, spec_document
+from padfree.cli.spec_options import add_spec_options, resolve_here, spec_document
 
 
 def add(verbs: Any) -> None:
@@ -27,17 +27,12 @@ def run(args: argparse.Namespace) -> int:
 
     from packer.measure import token_lengths
     from packer.packing import estimate
-    from packer.render import RenderError
-    from packer.resolve import resolve
-    from packer.sources import SourceError
-    from packer.spec import SpecError, parse_spec
     from packer.store import LocalStore
-    from packer.tokenization import TokenizerError
 
     with tempfile.TemporaryDirectory(prefix="padfree-estimate-") as folder:
         store = LocalStore(folder)
+        job = resolve_here(spec_document(args), store)
         try:
-            job = resolve(parse_spec(spec_document(args)), store=store)
             lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store)])
             packing = job.spec.packing
             found = estimate(
@@ -49,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 segment_multiple=packing.segment_multiple,
                 pack_multiple=packing.pack_multiple,
             )
-        except SpecError as error:
-            raise CommandError(str(error), status=2) from None
-        except (SourceError, TokenizerError, RenderError, ValueError, OSError) as error:
+        except (ValueError, OSError) as error:  # of reading, rendering, packing and the store
             raise CommandError(str(error)) from None
     if not args.json:
         _print(found, packing.max_tokens, packing.minibatch_size or 8)

@@ -12,7 +12,9 @@ from padfree.cli.common import CommandError
 
 
 def add(verbs: Any) -> None:
-    parser = verbs.add_parser("inspect", help="show a dataset's report, or the packs of a shard file")
+    parser = verbs.add_parser(
+        "inspect", help="show a dataset's report and first packs, or those of a shard file"
+    )
     parser.add_argument("what", metavar="DATASET|SHARD", help="a dataset's id, or a shard file")
     parser.add_argument("--packs", type=int, default=3, metavar="N", help="packs to show (3)")
     common.add_place(parser)
@@ -22,23 +24,40 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if Path(args.what).is_file():
-        result = {"packs": list(_packs(Path(args.what), args.packs))}
-        for pack in result["packs"]:
-            print(
-                f"pack {pack['pack']}: {pack['num_tokens']} tokens, {pack['num_trained']} trained, "
-                f"segments {pack['lengths']} of examples {pack['example_ids']}"
-            )
+        result = {"packs": list(_packs(Path(args.what).read_bytes(), args.packs, args.what))}
+        if not args.json:
+            _print_packs(result["packs"])
     else:
         result = _dataset(args)
-        if result["report"]:
-            common.print_report(result)
-        else:
-            print(f"dataset {result['id']} is {result['state']}: {result['error'] or result['progress']}")
+        if not args.json:
+            _print_dataset(result)
     common.print_result(args, result)
     return 0
 
 
-def _packs(path: Path, count: int) -> Iterator[dict[str, Any]]:
+def _print_packs(packs: list[dict[str, Any]]) -> None:
+    for pack in packs:
+        print(
+            f"pack {pack['pack']}: {pack['num_tokens']} tokens, {pack['num_trained']} trained, "
+            f"segments {pack['lengths']} of examples {pack['example_ids']}"
+        )
+
+
+def _print_dataset(view: dict[str, Any]) -> None:
+    spec = view["spec"]
+    tokenizer = spec["tokenizer"]["path"] if spec["tokenizer"] else "none"
+    if view["report"]:
+        common.print_report(view)
+    else:
+        print(f"dataset {view['id']} is {view['state']}: {view['error'] or view['progress']}")
+    print(f"source  {', '.join(spec['source']['paths'])} ({spec['source']['format']}, loss {spec['loss']})")
+    print(f"with    tokenizer {tokenizer}, shuffle_seed {spec['shuffle_seed']}")
+    options = ", ".join(f"{name} {value}" for name, value in spec["packing"].items() if value is not None)
+    print(f"packing {options}")
+    _print_packs(view.get("packs", []))
+
+
+def _packs(data: bytes, count: int, name: str) -> Iterator[dict[str, Any]]:
     import itertools
 
     import numpy as np
@@ -46,7 +65,7 @@ def _packs(path: Path, count: int) -> Iterator[dict[str, Any]]:
     from packer.shard import ShardError, read_packs
 
     try:
-        for number, pack in enumerate(itertools.islice(read_packs(path.read_bytes()), count)):
+        for number, pack in enumerate(itertools.islice(read_packs(data), count)):
             yield {
                 "pack": number,
                 "num_tokens": pack.num_tokens,
@@ -55,12 +74,13 @@ def _packs(path: Path, count: int) -> Iterator[dict[str, Any]]:
                 "example_ids": pack.example_ids.tolist(),
             }
     except ShardError as error:
-        raise CommandError(f"{path}: {error}") from None
+        raise CommandError(f"{name}: {error}") from None
 
 
 def _dataset(args: argparse.Namespace) -> dict[str, Any]:
     if args.url:
         return common.request(args, "GET", f"/v1/datasets/{args.what}")
+    from packer.manifest import Manifest
     from packer.store import LocalStore
     from packer.view import dataset_view
 
@@ -68,4 +88,10 @@ def _dataset(args: argparse.Namespace) -> dict[str, Any]:
     view = dataset_view(store, args.what)
     if view is None:
         raise CommandError(f"{args.what} is neither a shard file nor a dataset in {store.root}")
-    return view
+    manifest = Manifest(store, args.what)
+    manifest.refresh()
+    packs: list[dict[str, Any]] = []
+    for shard in manifest.shards:
+        if len(packs) < args.packs:
+            packs += _packs(store.get(shard.key), args.packs - len(packs), shard.key)
+    return {**view, "packs": packs}

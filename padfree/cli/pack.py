@@ -11,7 +11,7 @@ from typing import Any
 
 from padfree.cli import common
 from padfree.cli.common import CommandError
-from padfree.cli.spec_options import add_spec_options, spec_document
+from padfree.cli.spec_options import add_spec_options, resolve_here, spec_document
 
 _SMALL_BYTES = 32 << 20  # below this, starting Ray takes longer than packing in this process
 
@@ -20,7 +20,10 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser("pack", help="tokenize and pack files into a dataset")
     add_spec_options(parser)
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="Ray workers here (default: all cores; 0: none)"
+        "--workers",
+        type=int,
+        metavar="N",
+        help="Ray workers here; 0: in this process (all cores, but no Ray below 32 MB of input)",
     )
     parser.add_argument("--ray", metavar="ADDRESS", help="an existing Ray cluster")
     parser.add_argument(
@@ -50,12 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
     from packer.preview import preview
-    from packer.render import RenderError
-    from packer.resolve import resolve
-    from packer.sources import SourceError
-    from packer.spec import SpecError, parse_spec
     from packer.store import LocalStore
-    from packer.tokenization import TokenizerError
 
     if args.url:
         raise CommandError("--preview works here, not at a service: leave --url out", status=2)
@@ -63,11 +61,10 @@ def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
         raise CommandError(f"--preview: at least 1 example is required, found {args.preview}", status=2)
     with tempfile.TemporaryDirectory(prefix="padfree-preview-") as folder:
         store = LocalStore(folder)
+        job = resolve_here(document, store)
         try:
-            found = preview(resolve(parse_spec(document), store=store), store, args.preview)
-        except SpecError as error:
-            raise CommandError(str(error), status=2) from None
-        except (SourceError, TokenizerError, RenderError, OSError) as error:
+            found = preview(job, store, args.preview)
+        except (ValueError, OSError) as error:  # of reading, rendering and the store
             raise CommandError(str(error)) from None
     if not args.json:
         for example in found.examples:
@@ -95,21 +92,11 @@ def _shown(tokens: list[Any], colour: bool) -> str:
 
 def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
     from packer.coordinator import Busy, PackingFailed, pack
-    from packer.render import RenderError
-    from packer.resolve import resolve
-    from packer.sources import SourceError
-    from packer.spec import SpecError, parse_spec
     from packer.store import LocalStore
-    from packer.tokenization import TokenizerError
     from packer.view import dataset_view
 
     store = LocalStore(common.store_folder(args, must_exist=False))
-    try:
-        job = resolve(parse_spec(document), store=store)
-    except SpecError as error:
-        raise CommandError(str(error), status=2) from None
-    except (SourceError, TokenizerError, RenderError, OSError) as error:
-        raise CommandError(str(error)) from None
+    job = resolve_here(document, store)
     with (
         _Progress(quiet=args.json) as progress,
         _runner(args, sum(one.num_bytes for one in job.inputs)) as runner,
@@ -138,12 +125,15 @@ def _runner(args: argparse.Namespace, num_bytes: int) -> Any:
 
 def _pack_at_service(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
     view = common.request(args, "POST", "/v1/datasets", document)
+    if view["state"] == "queued" and sys.stderr.isatty():
+        print("queued: a service that has just started waits for its workers first", file=sys.stderr)
     with _Progress(quiet=args.json) as progress:
         while view["state"] in ("queued", "packing"):
             at = view["progress"]
             progress.show(at["partitions_committed"], at["num_partitions"])
-            time.sleep(0.25)
-            view = common.request(args, "GET", f"/v1/datasets/{view['id']}")
+            time.sleep(0.5)
+            # The service may be restarted meanwhile: it goes on with what is packed.
+            view = common.request(args, "GET", f"/v1/datasets/{view['id']}", patience_s=60.0)
         progress.show(view["progress"]["partitions_committed"], view["progress"]["num_partitions"])
     if view["state"] != "ready":
         reason = (view.get("error") or {}).get("detail", view["state"])

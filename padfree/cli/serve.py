@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from padfree.cli import common
+from padfree.cli.common import CommandError
 
 
 def add(verbs: Any) -> None:
@@ -28,7 +29,7 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from service.main import serve
-    from service.settings import Settings
+    from service.settings import Settings, SettingsError
 
     given = {
         "host": args.host,
@@ -40,6 +41,9 @@ def run(args: argparse.Namespace) -> int:
         "max_jobs": args.max_jobs,
         "log_format": args.log_format,
     }
-    return serve(
-        Settings.from_environment(**{name: value for name, value in given.items() if value is not None})
-    )
+    try:
+        return serve(
+            Settings.from_environment(**{name: value for name, value in given.items() if value is not None})
+        )
+    except SettingsError as error:
+        raise CommandError(str(error), status=2) from None

@@ -99,3 +99,19 @@ def _seed(text: str) -> int | None:
 def _absolute(path: str) -> str:
     """A path of this machine in full, so that a service here finds it; urls and Hub ids as they are."""
     return str(Path(path).absolute()) if "://" not in path and Path(path).exists() else path
+
+
+def resolve_here(document: dict[str, Any], store: Any) -> Any:
+    """The job of a spec, with errors as a command tells them. `store`: a packer.store.LocalStore."""
+    from packer.render import RenderError
+    from packer.resolve import resolve
+    from packer.sources import SourceError
+    from packer.spec import SpecError, parse_spec
+    from packer.tokenization import TokenizerError
+
+    try:
+        return resolve(parse_spec(document), store=store)
+    except SpecError as error:
+        raise CommandError(str(error), status=2) from None
+    except (SourceError, TokenizerError, RenderError, OSError) as error:
+        raise CommandError(str(error)) from None

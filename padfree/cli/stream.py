@@ -14,12 +14,17 @@ from padfree.cli.common import CommandError
 def add(verbs: Any) -> None:
     parser = verbs.add_parser("stream", help="read a dataset as a trainer would, and measure")
     parser.add_argument("dataset", metavar="DATASET", help="the dataset's id")
-    parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--world-size", type=int, default=1)
-    parser.add_argument("--packs-per-step", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--shuffle-seed", type=int, default=0)
-    parser.add_argument("--tail", choices=["drop", "pad"], default="drop")
+    parser.add_argument("--rank", type=int, default=0, help="which of the ranks this is (0)")
+    parser.add_argument("--world-size", type=int, default=1, help="how many ranks share the dataset (1)")
+    parser.add_argument("--packs-per-step", type=int, default=1, help="packs a rank takes in a step (1)")
+    parser.add_argument("--epochs", type=int, default=1, help="times through the dataset (1)")
+    parser.add_argument("--shuffle-seed", type=int, default=0, help="order of the second epoch on (0)")
+    parser.add_argument(
+        "--tail",
+        choices=["drop", "pad"],
+        default="drop",
+        help="packs that fill no step: left out, or filled up with packs that train nothing (drop)",
+    )
     parser.add_argument("--max-steps", type=int, help="stop after this many steps")
     common.add_place(parser)
     common.add_json(parser)
@@ -56,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error), status=2) from None
     seconds = time.perf_counter() - start
+    flowing_s = seconds - (first_batch_s or 0.0)  # opening the stream is not its speed
     result = {
         "dataset": args.dataset,
         "steps": steps,
@@ -63,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
         "tokens": tokens,
         "tokens_trained": trained,
         "seconds": seconds,
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": tokens / flowing_s if flowing_s > 0 else 0.0,
         "first_batch_s": first_batch_s,
     }
     if not args.json:
         first = f"{first_batch_s:.3f} s" if first_batch_s is not None else "never"
         print(f"{steps:,} steps, {packs:,} packs, {tokens:,} tokens in {seconds:.2f} s", file=sys.stdout)
-        print(f"{tokens / seconds:,.0f} tokens/s, first batch after {first}")
+        print(f"first batch after {first}, then {result['tokens_per_s']:,.0f} tokens/s")
     common.print_result(args, result)
     return 0

@@ -69,7 +69,8 @@ def test_pack_stream_list_inspect_verify(tmp_path: Path) -> None:
     assert streamed["tokens"] == report["tokens_packed"]
     assert streamed["tokens_trained"] == report["tokens_trained"]
     assert [one["id"] for one in last_json(padfree("datasets", "--store", store, "--json"))] == [view["id"]]
-    assert view["id"] in padfree("inspect", view["id"], "--store", store).stdout
+    assert "pack 0: 2048 tokens" in padfree("inspect", view["id"], "--store", store).stdout
+    assert last_json(padfree("inspect", view["id"], "--store", store, "--json"))["packs"][0]["pack"] == 0
     shard = next(store.rglob("shards/*.arrow"))
     assert "pack 0: 2048 tokens" in padfree("inspect", shard).stdout
     assert last_json(padfree("verify", store, "--json"))["packs"] == report["num_packs"]
@@ -154,6 +155,7 @@ def test_estimate_foretells_what_packing_gives(tmp_path: Path) -> None:
         (["stream", "0" * 32, "--store", "."], 1, "0" * 32),
         (["verify", "no-such-store"], 2, "no-such-store"),
         (["datasets", "--url", "http://127.0.0.1:9"], 1, "no padfree service answers"),
+        (["serve", "--data-root", "no-such-folder"], 2, "no-such-folder"),
         (["nonsense"], 2, "nonsense"),
     ],
 )

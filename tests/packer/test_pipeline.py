@@ -483,6 +483,18 @@ def test_ready_ids_need_no_tokenizer(tmp_path: Path) -> None:
     assert caught.value.field == "tokenizer.path"
 
 
+def test_what_should_not_pass_unnoticed_is_a_warning(tmp_path: Path) -> None:
+    packed = pack_rows(tmp_path, tokens(3, 9, 4), packing={"max_tokens": 8})
+    (warning,) = packed.report["warnings"]
+    assert "1 of 3 rows (33%) are longer than max_tokens=8 and were cut" in warning
+    folder = write_tokenizer(tmp_path / "t2", toy.bundle(chat_template=toy.T2))
+    source = write_rows(tmp_path / "chat.jsonl", [toy.chat(("user", "a"), ("assistant", "b"))])
+    store = LocalStore(tmp_path / "store")
+    job = resolve(parse_spec(spec_of(source, folder)), store=store)
+    assert any("<end>" in warning for warning in job.warnings)  # F10: told before any shard is written
+    assert pack(job, store, InlineRunner())["warnings"] == list(job.warnings)
+
+
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     packed = pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
     assert json.loads(json.dumps(packed.report)) == packed.report
