@@ -33,6 +33,7 @@ from packer.templates import (
 from packer.tokenization import Tokenizer
 from packer.turns import PROBE_TOOLS, Span, TurnFinder, calling_turn, control_pattern, pointed
 
+_NONCHARACTER_LEAD = b"\xef\xb7"
 _NONCHARACTER_BYTES = rb"\xef\xb7[\x90-\xaf]"  # U+FDD0 … U+FDEF in UTF-8
 
 
@@ -62,7 +63,8 @@ class Chats:
         }
         self._control = control_pattern(tokenizer.control_words)
         words = [re.escape(orjson.dumps(word)[1:-1]) for word in tokenizer.control_words]
-        self._suspicious = re.compile(b"|".join([*words, _NONCHARACTER_BYTES]))
+        # Apart from noncharacters: what all words begin with is then searched for first, ten times as fast.
+        self._control_bytes = re.compile(b"|".join(words) or b"(?!)")
         self._warnings: list[str] = []
         self._finder: TurnFinder | None = None
         self._end_outside: re.Pattern[str] | None = None
@@ -118,10 +120,10 @@ class Chats:
             data = orjson.dumps(content)
         except TypeError:  # whole numbers over 64 bits, lone surrogates
             data = json.dumps(content, ensure_ascii=False, default=str).encode(errors="surrogatepass")
-        found = self._suspicious.search(data)
-        if found is None:
+        nonsense = _NONCHARACTER_LEAD in data and re.search(_NONCHARACTER_BYTES, data)
+        if not nonsense and self._control_bytes.search(data) is None:
             return None
-        if re.search(_NONCHARACTER_BYTES, data):
+        if nonsense:
             raise RowProblem(
                 "the words hold a Unicode noncharacter (U+FDD0 to U+FDEF), which padfree needs for itself; "
                 "take it out: it is never part of a text"

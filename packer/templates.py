@@ -124,11 +124,12 @@ class ChatTemplate:
             )
         environment = _environment()
         self.sources = dict(templates)
-        self._special_tokens = dict(special_tokens)
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._environment = environment
+        self._compiled: dict[str, tuple[jinja2.Template, dict[str, Any]]] = {}  # with what each render begins
         for name, source in templates.items():
             try:
-                self._compiled[name] = environment.from_string(source)
+                template = environment.from_string(source)
+                self._compiled[name] = template, {**template.globals, "documents": None, **special_tokens}
             except jinja2.TemplateSyntaxError as error:
                 raise RenderError(
                     f"the chat template {name!r} is not valid Jinja: line {error.lineno}: {error.message}; "
@@ -149,14 +150,14 @@ class ChatTemplate:
     ) -> str:
         """The text of a conversation, with marks around generation blocks. Raises RowProblem."""
         name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        template, given = self._compiled[name]
+        values = {**given, "messages": messages, "tools": tools, "add_generation_prompt": generation_prompt}
         try:
-            return self._compiled[name].render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=generation_prompt,
-                **self._special_tokens,
+            # What Template.render does, but for putting all globals together anew each time.
+            context = jinja2.runtime.new_context(
+                self._environment, template.name, template.blocks, values, shared=True
             )
+            return "".join(template.root_render_func(context))
         except Exception as error:  # a template is a program: it may fail in any way
             raise RowProblem(f"the chat template refuses the row: {_excerpt(error)}") from error
 

@@ -218,7 +218,7 @@ class TurnFinder:
                 raise RowProblem(f"the chat template does not print the words of message {i}")
             start = self._start(text, lower, points[i][0], words)
             end = self._end(text, points[i][-1], words)
-            if start is not None and self._foreign(text, start, points[i][0], words):
+            if start is not None and start < points[i][0] and self._foreign(text, start, points[i][0], words):
                 start = None
             if start is not None and end is not None:
                 inside = bisect.bisect_left(everyones, end) - bisect.bisect_left(everyones, start)
@@ -286,6 +286,10 @@ class TurnFinder:
 
     def _end(self, text: str, lower: int, words: list[Span]) -> int | None:
         """Where the turn ends whose words end at `lower`: after its end-of-turn token."""
+        if not words:  # nearly always, and nearly always the token follows at once
+            at_once = self._control.match(text, lower)
+            if at_once is not None and at_once[0] in self._ends:
+                return at_once.end()
         for match in self._control.finditer(text, lower):
             if _overlaps(*match.span(), words):
                 continue
