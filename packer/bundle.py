@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,14 +46,37 @@ class Bundle:
 
     @classmethod
     def read(
-        cls, path: str | os.PathLike[str], *, revision: str | None = None, chat_template: str | None = None
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        chat_template: str | None = None,
+        roots: Sequence[Path] | None = None,
     ) -> Bundle:
         """The bundle of a folder, of a tokenizer.json alone, or of a Hub id ("org/name").
 
         chat_template: a Jinja text (one with a "{" in it) or the path of one; it takes the place of
-        the tokenizer's own. Raises TokenizerError, which says what was looked for.
+        the tokenizer's own. roots: folders that local paths must lead into; None allows all. Raises
+        TokenizerError, which says what was looked for.
         """
+        try:
+            return cls._read(path, revision, chat_template, roots)
+        except (OSError, ValueError) as error:  # a name that is too long, or holds a null byte
+            if isinstance(error, TokenizerError):
+                raise
+            raise TokenizerError(f"tokenizer.path: {str(path)[:80]!r} cannot be read: {error}") from error
+
+    @classmethod
+    def _read(
+        cls,
+        path: str | os.PathLike[str],
+        revision: str | None,
+        chat_template: str | None,
+        roots: Sequence[Path] | None,
+    ) -> Bundle:
         place = Path(path)
+        if place.exists():
+            _check_inside("tokenizer.path", place, roots)
         if place.is_dir():
             files = {name: (place / name).read_bytes() for name in BUNDLE_NAMES if (place / name).is_file()}
             if "tokenizer.json" not in files:
@@ -71,6 +94,8 @@ class Bundle:
                 _json(name, data, place)
         if chat_template is not None:
             files.pop("chat_template.json", None)
+            if "{" not in chat_template:
+                _check_inside("tokenizer.chat_template", Path(chat_template), roots)
             files["chat_template.jinja"] = _template_text(chat_template).encode()
         return cls(files=files)
 
@@ -98,6 +123,16 @@ class Bundle:
     def document(self, name: str) -> dict[str, Any]:
         """A JSON file of the bundle; {} where there is none."""
         return _json(name, self.files[name], None) if name in self.files else {}
+
+
+def _check_inside(field: str, path: Path, roots: Sequence[Path] | None) -> None:
+    """Judged by where the path really leads, links and ".." followed."""
+    real = Path(os.path.realpath(path))
+    if roots is not None and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+        raise TokenizerError(
+            f"{field}: {path} leads out of the data folders of the service; put it into one of them, or "
+            "start the service with the folder that holds it"
+        )
 
 
 def _json(name: str, data: bytes, place: Path | None) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from packer import sources
-from packer.manifest import Manifest, dataset_key, lock_key, write_commit
+from packer.manifest import Manifest, ManifestError, dataset_key, lock_key, write_commit
 from packer.packing import partition_multiple
 from packer.pipeline import pack_partition
-from packer.report import report
+from packer.report import report, total
 from packer.runners import Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import LocalStore, NoSpaceLeft, StoreError
@@ -124,7 +124,10 @@ def pack(
         if not mine:
             raise Busy(f"dataset {job.dataset} is being packed by another process on this store")
         manifest = Manifest(store, job.dataset)
-        manifest.refresh()
+        try:
+            manifest.refresh()
+        except ManifestError as error:
+            raise _fail(job, store, error) from error
         if manifest.finished is not None:
             return manifest.finished["report"]
         store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
@@ -252,6 +255,17 @@ def _stop_if(cancel: threading.Event | None) -> None:
 
 def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float, retries: int) -> dict[str, Any]:
     manifest.refresh()
+    counters = total(manifest.counters)
+    if not counters.num_packs and counters.rows_untrained and not counters.rows_overlong:
+        raise _fail(
+            job,
+            store,
+            PackingFailed(
+                f"nothing to train: of {counters.rows_in} rows {counters.rows_untrained} have no token to "
+                f"train (in max_tokens={job.spec.packing.max_tokens} tokens, where they are cut); raise "
+                "max_tokens, or look at `loss`, the labels and the chat template"
+            ),
+        )
     final = report(
         manifest.counters,
         max_tokens=job.spec.packing.max_tokens,
@@ -291,7 +305,10 @@ def _fail(job: Job, store: LocalStore, error: Exception) -> PackingFailed:
 def _remove_uncommitted(job: Job, store: LocalStore) -> None:
     """Remove shards that no commit lists."""
     manifest = Manifest(store, job.dataset)
-    manifest.refresh()
+    try:
+        manifest.refresh()
+    except ManifestError:  # which shards it lists cannot be known: all stay
+        return
     listed = {shard.key for shard in manifest.shards}
     folder = dataset_key(job.dataset, "shards")
     for name in store.list(folder):

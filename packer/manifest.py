@@ -9,6 +9,7 @@ service and client (folder mode). Errors: ManifestError for a file that is not w
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,15 @@ from packer.store import LocalStore
 
 # The row index of a dataset: `shard`, and the optimiser step of the pack under strategy "step" (else -1).
 ROWS = np.dtype([("shard", "<i4"), ("step", "<i8"), *ROW_INDEX.descr])
+
+
+# What each of a dataset's JSON files holds at least.
+_NEEDED = {
+    "spec.json": ("dataset", "spec", "inputs"),
+    "plan.json": ("num_partitions",),
+    "finished.json": ("num_partitions", "report"),
+    "failed.json": ("detail",),
+}
 
 
 class ManifestError(ValueError):
@@ -87,6 +97,7 @@ def write_commit(store: LocalStore, dataset: str, commit: Commit) -> None:
         "shards": [asdict(shard) for shard in commit.shards],
         "counters": commit.counters,
     }
+    about["sha256"] = _digest(commit.rows, about)
     columns = {name: _column(commit.rows[name]) for name in ROWS.names or ()}
     table = pa.table(columns).replace_schema_metadata({"padfree.commit": json.dumps(about)})
     sink = pa.BufferOutputStream()
@@ -99,6 +110,22 @@ def _column(values: np.ndarray) -> pa.Array:
     """As pa.array, which (like to_numpy) imports pandas where that is there: half a second of a process."""
     values = np.ascontiguousarray(values)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def _digest(rows: np.ndarray, about: dict[str, Any]) -> str:
+    """Of all that a commit says: nothing in it may change unseen."""
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name in ROWS.names or ():
+        digest.update(np.ascontiguousarray(rows[name]).tobytes())
+    return digest.hexdigest()
+
+
+def damaged(store: LocalStore, key: str, error: BaseException) -> ManifestError:
+    """What to raise for a file of a dataset that is not as it was written."""
+    return ManifestError(
+        f"{store.path(key)} is damaged ({error}); remove the dataset and pack it again: the same spec gives "
+        "the same packs"
+    )
 
 
 def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | None:
@@ -115,8 +142,10 @@ def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | Non
         for name in ROWS.names or ():
             chunks = [np.from_dlpack(chunk) for chunk in table.column(name).chunks]
             rows[name] = np.concatenate([rows[name][:0], *chunks])
+        if about.pop("sha256") != _digest(rows, about):
+            raise ValueError("its checksum does not hold")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise ManifestError(f"{store.path(key)} is damaged ({error}); run `padfree verify`") from error
+        raise damaged(store, key, error) from error
     return Commit(
         partition=about["partition"],
         shards=tuple(Shard(**shard) for shard in about["shards"]),
@@ -173,7 +202,7 @@ class Manifest:
             if finished["num_partitions"] != self.num_commits:
                 raise ManifestError(
                     f"dataset {self.dataset} has {self.num_commits} of {finished['num_partitions']} commits; "
-                    "run `padfree verify`"
+                    "remove it and pack it again: the same spec gives the same packs"
                 )
             self.finished = finished
         return self.num_commits > before or finished is not None
@@ -186,10 +215,18 @@ class Manifest:
         return self.read_json("spec.json")
 
     def read_json(self, name: str) -> dict[str, Any] | None:
+        key = dataset_key(self.dataset, name)
         try:
-            return json.loads(self.store.get(dataset_key(self.dataset, name)))
+            data = self.store.get(key)
         except FileNotFoundError:
             return None
+        try:
+            document = json.loads(data)
+            for needed in _NEEDED.get(name, ()):
+                document[needed]
+        except (ValueError, KeyError, TypeError) as error:
+            raise damaged(self.store, key, error) from error
+        return document
 
     def _new_commits(self) -> Iterator[Commit]:
         while (commit := read_commit(self.store, self.dataset, self.num_commits)) is not None:

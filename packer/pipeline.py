@@ -20,7 +20,7 @@ from packer import sources
 from packer.gather import gather
 from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
 from packer.order import derive_seed, permute
-from packer.packing import PackPlan, plan
+from packer.packing import PackingError, PackPlan, plan
 from packer.packing.values import Capacity
 from packer.render import Renderer
 from packer.report import MAX_LISTED, PADDED_BATCH, Counters
@@ -74,7 +74,11 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
             f"{first.location}: {first.reason}. "
             'Correct the row, or set source.on_bad_row to "skip" to leave such rows out and list them.'
         )
-    planned = _plan(job, number, rows, counters)
+    try:
+        planned = _plan(job, number, rows, counters)
+    except PackingError as error:
+        place = f"examples {partition.start} to {partition.stop - 1} in stream order"
+        raise BadRow(f"partition {number} ({place}, counted from 0 in this message): {error}") from error
     shards, index = _write(job, number, rows, planned, counters, store)
     if planned.pack_step is not None and job.spec.packing.step_size is not None:
         index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
@@ -329,6 +333,7 @@ def _write(
         counters.tokens_packed += padding
         data, index = encode_packs(packs, job.dataset)
         counters.tokens_trained += int(index["num_trained"].sum())
+        counters.packs_untrained += int(np.count_nonzero(index["num_trained"] == 0))
         key = shard_key(job.dataset, number, len(shards))
         store.put(key, data)
         indexes.append(shard_rows(len(shards), index))

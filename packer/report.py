@@ -34,6 +34,7 @@ class Counters:
     tokens_padding: int = 0
     tokens_trained: int = 0
     num_packs: int = 0
+    packs_untrained: int = 0  # packs without a trained token: of pieces of long prompts, say
     num_shards: int = 0
     num_fallbacks: int = 0  # partitions made anew by the reference, since the fast encoder gave other ids
     padded_tokens: int = 0  # what padding each mini-batch to its longest would have computed
@@ -72,8 +73,8 @@ def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
     """What should not pass unnoticed though the spec allows it: 1 % of the rows or more."""
     said = {
         "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them",
-        "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split them",
-        "rows_untrained": "have nothing to train (in max_tokens tokens, where they are cut) and were left out",
+        "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split",
+        "rows_untrained": "have nothing to train, or nothing that is left after a cut, and were left out",
         "rows_empty": "have no tokens and were left out",
         "rows_rejected": "could not be used and were left out; the report lists the first",
     }
@@ -82,6 +83,13 @@ def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
         count = getattr(counters, name)
         if 100 * count >= counters.rows_in > 0:
             found.append(f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) {text}")
+    if counters.packs_untrained:
+        found.append(
+            f"{counters.packs_untrained:,} of {counters.num_packs:,} packs have nothing to train: pieces of "
+            "long prompts, or rows of one token; a step of such packs alone has loss 0"
+        )
+    if not counters.num_packs:
+        found.append("no row was packed: there is nothing to stream")
     return found
 
 

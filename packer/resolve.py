@@ -42,7 +42,10 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
     tokenizer, digest = None, ""
     if spec.tokenizer is not None:
         bundle = Bundle.read(
-            spec.tokenizer.path, revision=spec.tokenizer.revision, chat_template=spec.tokenizer.chat_template
+            spec.tokenizer.path,
+            revision=spec.tokenizer.revision,
+            chat_template=spec.tokenizer.chat_template,
+            roots=roots,
         )
         tokenizer, digest = Tokenizer(bundle), bundle.digest
         bundle.save(store)

@@ -149,8 +149,10 @@ def parse_spec(document: Any) -> Spec:
         )
     for name in ("segment_multiple", "pack_multiple", "minibatch_size", "step_size", "min_piece"):
         value = getattr(packing, name)
-        if value is not None and value < 1:
-            raise SpecError(f"packing.{name}", f"1 or more is required, found {value}")
+        if value is not None and not 1 <= value <= MAX_TOKENS_LIMIT:
+            raise SpecError(
+                f"packing.{name}", f"a whole number from 1 to {MAX_TOKENS_LIMIT} is required, found {value}"
+            )
     for name, strategy in (("minibatch_size", "minibatch"), ("step_size", "step")):
         if packing.strategy == strategy and getattr(packing, name) is None:
             raise SpecError(
@@ -196,7 +198,8 @@ def _parse(cls: type, document: Any, prefix: str) -> Any:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-            raise SpecError(f"{prefix}{name}", f"there is no such field; {hint}")
+            shown = str(name).encode("utf-8", "backslashreplace").decode()
+            raise SpecError(f"{prefix}{shown}", f"there is no such field; {hint}")
     values = {}
     for name, spec_field in known.items():
         if name in document:
@@ -224,7 +227,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise SpecError(where, f"a list of texts is required, found {_kind(value)}")
         return tuple(_value(args[0], item, where) for item in value)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping) or not all(isinstance(v, str) for v in [*value, *value.values()]):
+        texts = [*value, *value.values()] if isinstance(value, Mapping) else [None]
+        if not all(isinstance(text, str) and _is_text(text) for text in texts):
             raise SpecError(where, f"an object of texts is required, found {_shown(value)}")
         return dict(sorted(value.items()))
     if origin in (typing.Union, types.UnionType):
@@ -232,6 +236,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str) and value:
+        if not _is_text(value):
+            raise SpecError(where, "a text of Unicode characters without null is required, found another")
         return value
     names = {int: "a whole number", str: "a text (not empty)", bool: "true or false"}
     raise SpecError(where, f"{names.get(hint, hint)} is required, found {_shown(value)}")
@@ -248,6 +254,11 @@ def _union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     return _value(rest[0], value, where)
 
 
+def _is_text(value: str) -> bool:
+    """Whether it can be written down: no lone half of a surrogate pair, no null."""
+    return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
 def _kind(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(
         type(value), "a number"
@@ -255,7 +266,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=not _is_text(str(value)), default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -78,6 +78,8 @@ class LocalStore:
     def map(self, key: str) -> memoryview:
         """The bytes of an object, memory-mapped read-only; unmapped when the last view is gone."""
         with open(self.path(key), "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                return memoryview(b"")  # which mmap refuses
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
     def exists(self, key: str) -> bool:

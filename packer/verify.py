@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from packer.manifest import Manifest, ManifestError, Shard, list_datasets
-from packer.shard import ShardError, iter_messages, read_stamp, validate
+from packer.shard import ShardError, iter_messages, read_packs, validate
 from packer.store import LocalStore
 
 
@@ -38,11 +38,13 @@ def verify_store(store: LocalStore, *, dataset: str | None = None) -> Findings:
 def _verify_dataset(store: LocalStore, dataset: str, found: Findings) -> None:
     manifest = Manifest(store, dataset)
     try:
+        spec = manifest.spec() or {}
+        for name in ("plan.json", "failed.json"):
+            manifest.read_json(name)
         manifest.refresh()
     except ManifestError as error:
         found.faults.append(f"{dataset}: {error}")
         return
-    spec = manifest.spec() or {}
     max_tokens = spec.get("spec", {}).get("packing", {}).get("max_tokens")
     for shard in manifest.shards:
         found.num_shards += 1
@@ -72,10 +74,15 @@ def _verify_shard(
     num_packs = validate(data, dataset=dataset, max_tokens=max_tokens)
     if num_packs != shard.num_packs or num_packs != len(rows):
         raise ShardError(f"{num_packs} packs, the manifest says {shard.num_packs} and indexes {len(rows)}")
-    for row, (at, header_bytes, body_bytes) in zip(rows, iter_messages(data), strict=True):
+    for row, (at, header_bytes, body_bytes), pack in zip(
+        rows, iter_messages(data), read_packs(data), strict=True
+    ):
         if (row["offset"], row["header_bytes"], row["body_bytes"]) != (at, header_bytes, body_bytes):
             raise ShardError(f"the row index does not point at the pack at byte {at}")
-        read_stamp(data[at : at + header_bytes])
+        lengths = np.diff(pack.cu_seqlens).astype(np.int64)
+        said = tuple(int(row[name]) for name in ("num_tokens", "num_trained", "num_segments", "sum_squares"))
+        if said != (pack.num_tokens, pack.num_trained, pack.num_segments, int(lengths @ lengths)):
+            raise ShardError(f"the row index says other numbers of the pack at byte {at} than it has")
     if int(rows["num_tokens"].sum()) != shard.num_tokens:
         raise ShardError(
             f"the row index counts {rows['num_tokens'].sum()} tokens, the shard {shard.num_tokens}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from packer.manifest import dataset_key, lock_key
 from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
-from packer.store import LocalStore
+from packer.store import LocalStore, NoSpaceLeft
 from service import problems, uploads
 from service.auth import known_parameters_only
 from service.feeds import cancelled_key
@@ -174,7 +175,8 @@ async def delete_dataset(
 ) -> Response:
     """Cancel a dataset that is packed, by whichever replica, then remove it. Open streams are cut off."""
     feed = await service.feeds.get(dataset)
-    await service.in_thread(service.store.put, cancelled_key(dataset), b"{}")
+    with contextlib.suppress(NoSpaceLeft):  # then only this replica is told; what follows makes room
+        await service.in_thread(service.store.put, cancelled_key(dataset), b"{}")
     feed.nudge()
     if service.scheduler is not None:
         service.scheduler.cancel(dataset)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -65,7 +65,9 @@ async def stream(
     shuffle_seed: Annotated[
         int | None, Optional, Query(description="Order of epochs from 1 on; none: commit order")
     ] = None,
-    max_steps: Annotated[int | None, Optional, Query(ge=1, description="At most so many steps")] = None,
+    max_steps: Annotated[
+        Annotated[int, Field(ge=1)] | None, Optional, Query(description="At most so many steps")
+    ] = None,
     stride: Annotated[int, Query(ge=1, le=1 << 20, description="Send every so-many-th step only")] = 1,
     offset: Annotated[Count, Query(description="Packs of this epoch consumed before step 0")] = 0,
     tail: Annotated[Literal["drop", "pad"], Query(description="A last step that is not full")] = "drop",

@@ -37,7 +37,9 @@ class PackedBatch:
     num_packs: int
     epoch: int
     step: int  # loop step within the epoch, counted from 0 over all resumes
-    num_items_in_batch: int  # trained tokens of the whole optimiser step, over all ranks
+    # Trained tokens of the whole optimiser step, over all ranks; 1 where there are none, so that such a
+    # step has loss 0 and not 0/0.
+    num_items_in_batch: int
     optimizer_step: int = 0  # within the epoch; other than `step` in a "step" dataset alone
     step_done: bool = True  # the last micro-batch of its optimiser step
     is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
@@ -147,7 +149,7 @@ def flatten(
         epoch=epoch,
         step=step,
         optimizer_step=step if optimizer_step is None else optimizer_step,
-        num_items_in_batch=num_items,
+        num_items_in_batch=max(1, num_items),
         step_done=step_done,
         is_padding=not real,
         max_tokens=max_tokens,

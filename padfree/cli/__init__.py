@@ -43,9 +43,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    except KeyboardInterrupt:
-        print(f"padfree {args.verb}: stopped", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of our output (head, less) is gone
         sys.stderr.close()
         return 1
+    except (ValueError, OSError) as error:
+        # Ours say what to do; any other is a fault of padfree and keeps its traceback.
+        if not type(error).__module__.startswith(("packer.", "trainer_client.", "service.")):
+            raise
+        print(f"padfree {args.verb}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"padfree {args.verb}: stopped", file=sys.stderr)
+        return 130

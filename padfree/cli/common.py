@@ -53,6 +53,8 @@ def request(
 
     Raises CommandError with the problem's detail.
     """
+    if not args.url.startswith(("http://", "https://")):
+        raise CommandError(f"--url takes a url like http://localhost:8000, found {args.url!r}", status=2)
     call = urllib.request.Request(args.url.rstrip("/") + path, method=method)
     if args.token:
         call.add_header("Authorization", f"Bearer {args.token}")

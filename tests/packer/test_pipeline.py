@@ -24,6 +24,7 @@ from packer.resolve import resolve
 from packer.runners import Done, InlineRunner, WorkerDied
 from packer.spec import PackingSpec, SpecError, parse_spec
 from packer.store import LocalStore
+from packer.tokenization import TokenizerError
 from packer.verify import verify_store
 from packer.view import dataset_view
 
@@ -212,6 +213,9 @@ def test_every_token_is_packed_once_or_counted(
     except PackingFailed as error:
         if strategy == "minibatch" and "mini-batch" in str(error):
             return  # one that does not fit into one pack says so
+        if "nothing to train" in str(error):
+            assert all(label == -100 for row in documents for label in row["labels"][:max_tokens])
+            return
         raise
     report = packed.report
     left = report["rows_empty"] + report["rows_overlong"] + report["rows_rejected"] + report["rows_untrained"]
@@ -481,6 +485,39 @@ def test_ready_ids_need_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"tokenizer\.path") as caught:
         pack_document(tmp_path / "store", spec_of(source, None))
     assert caught.value.field == "tokenizer.path"
+
+
+def test_packs_without_trained_tokens_are_told_and_a_job_of_nothing_else_fails(tmp_path: Path) -> None:
+    rows = [{"prompt": "a b c d e f g h", "completion": "i"}]
+    packed = pack_rows(tmp_path, rows, packing={"max_tokens": 4, "overlong": "split"})
+    assert packed.report["packs_untrained"] == 2
+    assert any("2 of 3 packs have nothing to train" in warning for warning in packed.report["warnings"])
+    with pytest.raises(PackingFailed, match="nothing to train: of 1 rows 1"):
+        pack_rows(tmp_path, rows, packing={"max_tokens": 4})
+
+
+def test_a_service_reads_tokenizers_and_templates_under_its_roots_alone(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "data", tmp_path / "elsewhere"
+    source = write_rows(inside / "rows.jsonl", [toy.chat(("user", "a"), ("assistant", "b"))])
+    write_tokenizer(inside / "tokenizer")
+    write_tokenizer(outside / "tokenizer")
+    (outside / "secret.txt").write_text("secret")
+    (inside / "link").symlink_to(outside / "tokenizer")
+    store = LocalStore(tmp_path / "store")
+
+    def resolved(tokenizer: Path, **options: Any) -> Any:
+        document = spec_of(source, tokenizer, tokenizer_options=options, loss="all")
+        return resolve(parse_spec(document), store=store, roots=[inside])
+
+    resolved(inside / "tokenizer")
+    for tokenizer in (outside / "tokenizer", inside / "link", inside / ".." / "elsewhere" / "tokenizer"):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.path.*leads out"):
+            resolved(tokenizer)
+    for template in (outside / "secret.txt", Path("/etc/passwd")):
+        with pytest.raises(TokenizerError, match=r"tokenizer\.chat_template.*leads out"):
+            resolved(inside / "tokenizer", chat_template=str(template))
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        resolved(Path("x" * 400))
 
 
 def test_what_should_not_pass_unnoticed_is_a_warning(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_the_contracts_example_is_accepted_and_its_values_are_the_defaults() -> 
         ("packing.strategy", "bestfit", "did you mean 'best_fit'"),
         ("packing.strategy", "minibatch", "minibatch_size"),
         ("packing.strategy", "step", "step_size"),
-        ("packing.segment_multiple", 0, "1 or more"),
+        ("packing.segment_multiple", 0, "from 1 to"),
         ("packing.overlong", None, "'truncate'"),
         ("source.paths", [], "at least one"),
         ("source.paths", 5, "list of texts"),
@@ -95,6 +95,10 @@ def test_the_contracts_example_is_accepted_and_its_values_are_the_defaults() -> 
         ("loss", "asistant", "did you mean 'assistant'"),
         ("shuffle_seed", "0", "whole number"),
         ("colour", "red", "no such field"),
+        ("packing.step_size", 2**63, "from 1 to"),
+        ("name", "\ud800", "Unicode"),
+        ("loss", "\ud800", "'assistant'"),
+        ("tokenizer.chat_template", "a\0b", "null"),
     ],
 )
 def test_a_wrong_field_is_named(path: str, value: Any, says: str) -> None:

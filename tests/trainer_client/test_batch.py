@@ -152,7 +152,7 @@ def test_fillers_are_left_out_unless_there_is_nothing_else() -> None:
     alone = batch_of([padding_pack(), padding_pack()], padding=[True, True])
     assert (alone.num_packs, alone.num_tokens, alone.is_padding) == (0, 1, True)
     assert alone.for_transformers()["labels"].tolist() == [[-100]]
-    assert alone.num_items_in_batch == 0
+    assert alone.num_items_in_batch == 1  # what the loss is divided by: 0 and not 0/0
 
 
 def test_a_device_other_than_cuda_gives_the_same_tensors() -> None:
