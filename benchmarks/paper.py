@@ -66,8 +66,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--models", default="llama-2-7b,mistral-7b,granite-8b,llama-1b")
     run.add_argument("--variants", default=",".join(VARIANTS))
     run.add_argument("--parts", default="speed,stream,convergence")
+    run.add_argument("--stream", default="best_fit,minibatch", help="packings of part stream")
     run.add_argument("--backend", default="auto", help="of padfree's attention")
-    run.add_argument("--loss-steps", type=int, default=400)
+    run.add_argument("--loss-steps", type=int, default=250)
+    run.add_argument("--learning-rate", type=float, default=3e-4, help="of part convergence")
     run.add_argument("--stop-after", type=float, default=1e9, metavar="S", help="start nothing later")
     run.set_defaults(command=run_all)
     for verb in (prepare, run):
@@ -197,7 +199,7 @@ class Run:
             cell = measure_cell(trainer, shape, source, variant, attention=name)
             self.record(cell)
             self.note(f"{shape.name} {source.source.name} {variant.name}: {_shown(cell)}")
-        for packing in ("best_fit", "minibatch"):
+        for packing in self.args.stream.split(","):
             # The smallest model is the one that takes most tokens a second.
             if "stream" not in parts or self.out_of_time or shape.name not in ("llama-1b", "tiny"):
                 break
@@ -246,6 +248,7 @@ class Run:
                 data,
                 config,
                 num_steps=3 if self.args.tiny else self.args.loss_steps,
+                learning_rate=self.args.learning_rate,
                 device=self.args.device,
                 attention_name=self.attention(run.attention),
             )

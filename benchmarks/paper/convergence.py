@@ -22,7 +22,6 @@ from trainer_client import PackedBatch, attention
 
 HELD_OUT = 40  # mini-batches at the end of the epoch, for validation
 _EVERY = 25  # steps between validations
-_LEARNING_RATE = 6e-4
 _WARMUP = 40
 
 
@@ -46,7 +45,14 @@ RUNS = (
 
 
 def train(
-    run: Run, data: Data, config: dict[str, Any], *, num_steps: int, device: Any, attention_name: str
+    run: Run,
+    data: Data,
+    config: dict[str, Any],
+    *,
+    num_steps: int,
+    learning_rate: float,
+    device: Any,
+    attention_name: str,
 ) -> dict[str, Any]:
     """Train on the first `num_steps` mini-batches and validate on the last ones of the epoch."""
     attention.register()
@@ -55,7 +61,7 @@ def train(
     model = build_model("Llama", config, dtype=torch.float32, device=device)
     model.set_attn_implementation(attention_name)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=kind == "cuda"
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=kind == "cuda"
     )
     num_batches = data.views["minibatch"]["report"]["num_packs"]
     held = _held_out(data, num_batches)
@@ -65,7 +71,7 @@ def train(
     with data.stream("minibatch", device=device) as stream:
         for step, batch in enumerate(itertools.islice(stream, num_steps)):
             for group in optimizer.param_groups:
-                group["lr"] = _LEARNING_RATE * min(1.0, (step + 1) / _WARMUP)
+                group["lr"] = learning_rate * min(1.0, (step + 1) / _WARMUP)
             with torch.autocast(kind, dtype=torch.bfloat16):
                 kwargs = _layout(run, batch, device)
                 loss = model(**kwargs, num_items_in_batch=batch.num_items_in_batch).loss
@@ -87,6 +93,7 @@ def train(
         "batch": data.source.batch,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "num_steps": len(losses),
+        "learning_rate": learning_rate,
         "losses": losses,
         "validation": validation,
         "seconds": time.perf_counter() - start,

@@ -52,7 +52,7 @@ def read(files: Iterable[Path]) -> list[dict[str, Any]]:
     for file in files:
         for line in file.read_text().splitlines():
             result = json.loads(line)
-            names = ("part", "model", "source", "variant", "packing", "run")
+            names = ("part", "model", "source", "variant", "packing", "run", "learning_rate")
             found[tuple(result.get(name) for name in names)] = result
     return list(found.values())
 
@@ -71,7 +71,11 @@ def write(files: Iterable[Path], docs: Path) -> None:
     }
     failed = [cell for cell in results if cell["part"] == "speed" and "error" in cell]
     streams = [result for result in results if result["part"] == "stream"]
-    runs = {result["run"]: result for result in results if result["part"] == "convergence"}
+    rates = sorted({result["learning_rate"] for result in results if result["part"] == "convergence"})
+    runs = {
+        rate: {result["run"]: result for result in results if result.get("learning_rate") == rate}
+        for rate in rates
+    }
     parts = [
         _environment(results),
         _goals(cells, streams),
@@ -80,13 +84,13 @@ def write(files: Iterable[Path], docs: Path) -> None:
         _beside_the_paper(cells),
         _streams(streams),
         _two_gpus([result for result in results if result["part"] == "two_gpus"], cells),
-        _losses(runs),
+        *(_losses(rate, of_rate) for rate, of_rate in runs.items()),
     ]
     (docs / "results.md").write_text("\n".join(part for part in parts if part))
     plots.speed(cells, docs / "speed.svg")
     plots.model(cells, docs / "model.svg")
-    if runs:
-        plots.losses(runs, docs / "loss.svg")
+    for rate, of_rate in runs.items():
+        plots.losses(of_rate, docs / f"loss-{rate:g}.svg")
 
 
 # ------------------------------------------------------------------ tables
@@ -243,27 +247,27 @@ def _two_gpus(results: list[dict[str, Any]], cells: Cells) -> str:
     return "## Two GPUs (DDP), `best_fit`, one service\n\n" + table(head, rows) if rows else ""
 
 
-def _losses(runs: dict[str, dict[str, Any]]) -> str:
+def _losses(rate: float, runs: dict[str, dict[str, Any]]) -> str:
     if "padded" not in runs:
         return ""
     base = runs["padded"]
     rows = []
     for run in runs.values():
         apart = [abs(a - b) for a, b in zip(run["losses"], base["losses"], strict=True)]
-        checks = zip(run["validation"], base["validation"], strict=True)
-        validated = [abs(a[1] - b[1]) for a, b in checks]
+        mean = sum(a - b for a, b in zip(run["losses"], base["losses"], strict=True)) / len(apart)
         rows.append(
             (
                 run["title"],
-                f"{run['losses'][-1]:.4f}",
-                f"{run['validation'][-1][1]:.4f}",
-                f"{max(apart):.4f}",
-                f"{sum(apart) / len(apart):.5f}",
-                f"{max(validated):.4f}",
+                f"{run['validation'][-1][1]:.3f}",
+                f"{sum(apart[:10]) / 10:.5f}",
+                f"{sum(apart) / len(apart):.4f}",
+                f"{max(apart):.3f}",
+                f"{mean:+.4f}",
             )
         )
-    head = ["run", "last loss", "last validation loss", "largest difference to padding", "mean difference"]
+    head = ["run", "validation loss at the end", "first 10 steps", "all steps", "largest", "signed mean"]
     return (
-        f"## Loss: {base['parameters'] / 1e6:.0f} M parameters, {base['num_steps']} steps of "
-        f"{base['batch']} examples\n\n" + table([*head, "largest, validation"], rows)
+        f"## Loss curves: {base['parameters'] / 1e6:.0f} M parameters, {base['num_steps']} steps of "
+        f"{base['batch']} examples, learning rate {rate:g}\n\n"
+        "Differences are those of the training loss to the first run, step by step.\n\n" + table(head, rows)
     )
