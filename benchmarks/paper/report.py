@@ -87,10 +87,10 @@ def write(files: Iterable[Path], docs: Path) -> None:
         *(_losses(rate, of_rate) for rate, of_rate in runs.items()),
     ]
     (docs / "results.md").write_text("\n".join(part for part in parts if part))
-    plots.speed(cells, docs / "speed.svg")
-    plots.model(cells, docs / "model.svg")
+    plots.speed(cells, docs / "speed.png")
+    plots.model(cells, docs / "model.png")
     for rate, of_rate in runs.items():
-        plots.losses(of_rate, docs / f"loss-{rate:g}.svg")
+        plots.losses(of_rate, docs / f"loss-{rate:g}.png")
 
 
 # ------------------------------------------------------------------ tables
