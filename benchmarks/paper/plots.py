@@ -12,7 +12,7 @@ from paper.settings import SHAPES, SOURCES, VARIANTS
 
 matplotlib.use("Agg")
 
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 Cells = dict[tuple[str, str, str], dict[str, Any]]
 _SMOOTH = 10  # steps
