@@ -129,11 +129,12 @@ class MixedStream:
             drawn: list[tuple[int, PackedBatch]] = []
             while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
                 drawn.append(one)
-            if not drawn:
-                return
-            yield self._mixed(drawn)
+            if drawn:
+                yield self._mixed(drawn)
             if iteration != self._iteration:
                 raise RuntimeError("this iteration of the stream is over; iterate over the stream again")
+            if len(drawn) < self._batches_per_step:  # the last one, or none
+                return
 
     def _draw(self, iterators: list[Iterator[PackedBatch]]) -> tuple[int, PackedBatch] | None:
         """The next batch, of the source whose turn it is; None at the end of the iteration."""

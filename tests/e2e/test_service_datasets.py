@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def data(tmp_path):
 
 @pytest.fixture
 def server(tmp_path, data):
-    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data,)) as server:
+    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data, TOKENIZER)) as server:
         yield server
 
 
@@ -206,7 +207,7 @@ def test_a_ready_dataset_is_removed(server, data):
 
 def test_a_dataset_that_is_being_packed_is_cancelled_then_removed(tmp_path, data):
     runner = HeldRunner()
-    with running(tmp_path / "store", runner=runner, data_roots=(data,)) as server:
+    with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as server:
         dataset = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
         server.wait_for_state(dataset, "packing")
         connection, response = server.open("GET", f"/v1/datasets/{dataset}/stream")
@@ -221,7 +222,7 @@ def test_a_dataset_that_is_being_packed_is_cancelled_then_removed(tmp_path, data
 def test_another_replica_cancels(tmp_path, data):
     runner = HeldRunner()
     with (
-        running(tmp_path / "store", runner=runner, data_roots=(data,)) as packing,
+        running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as packing,
         running(tmp_path / "store") as other,
     ):
         dataset = packing.post_spec(spec_of(data / "rows.jsonl")).json["id"]
@@ -234,7 +235,7 @@ def test_max_jobs_are_packed_at_once_and_the_rest_wait(tmp_path, data):
     for number in range(3):
         write_rows(data / f"{number}.jsonl", rows_of(50 + number))
     runner = HeldRunner()
-    with running(tmp_path / "store", runner=runner, data_roots=(data,), max_jobs=1) as server:
+    with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER), max_jobs=1) as server:
         datasets = [server.post_spec(spec_of(data / f"{number}.jsonl")).json["id"] for number in range(3)]
         server.wait_for_state(datasets[0], "packing")
         assert [server.get(f"/v1/datasets/{d}").json["state"] for d in datasets[1:]] == ["queued"] * 2
@@ -246,20 +247,20 @@ def test_max_jobs_are_packed_at_once_and_the_rest_wait(tmp_path, data):
 
 def test_what_was_not_finished_goes_on_at_the_next_start(tmp_path, data):
     runner = HeldRunner()
-    with running(tmp_path / "store", runner=runner, data_roots=(data,)) as server:
+    with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as server:
         dataset = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
         server.wait_for_state(dataset, "packing")
-    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data,)) as server:
+    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data, TOKENIZER)) as server:
         assert server.wait_for_state(dataset, "ready", "failed")["report"]["rows_in"] == 200
 
 
 def test_a_replica_takes_over_from_one_that_died(tmp_path, data):
     """The first is killed; its lock goes with it."""
     runner = HeldRunner()
-    with running(tmp_path / "store", runner=runner, data_roots=(data,)) as held:
+    with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as held:
         dataset = held.post_spec(spec_of(data / "rows.jsonl")).json["id"]
         held.wait_for_state(dataset, "packing")
-        with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data,)) as other:
+        with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data, TOKENIZER)) as other:
             assert other.get(f"/v1/datasets/{dataset}").json["state"] == "packing"
             held.service.scheduler.stop(10)  # as good as gone
             other.wait_for_state(dataset, "ready")
@@ -267,7 +268,7 @@ def test_a_replica_takes_over_from_one_that_died(tmp_path, data):
 
 def test_a_cancelled_dataset_is_not_taken_up_again(tmp_path, data, monkeypatch):
     runner = HeldRunner()
-    with running(tmp_path / "store", runner=runner, data_roots=(data,)) as server:
+    with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as server:
         dataset = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
         server.wait_for_state(dataset, "packing")
         server.service.store.put(cancelled_key(dataset), b"{}")
@@ -291,7 +292,7 @@ def test_serving_goes_on_while_the_runner_cannot_start(tmp_path, data, monkeypat
         return InlineRunner()
 
     ready = build_dataset(tmp_path / "store", numbered_packs(4), packs_per_shard=2)
-    with running(tmp_path / "store", runner=make, data_roots=(data,)) as server:
+    with running(tmp_path / "store", runner=make, data_roots=(data, TOKENIZER)) as server:
         answer = wait_for(lambda: (a := server.get("/readyz")).json["checks"]["runner"] != "starting" and a)
         assert answer.status == 503
         assert "10.0.0.1:6379" in answer.json["checks"]["runner"]
@@ -316,6 +317,8 @@ def test_an_error_of_the_packer_itself_does_not_end_the_scheduler(server, data, 
 
 
 def test_the_command_serves(tmp_path, data):
+    shutil.copytree(TOKENIZER, data / "tokenizer")
+    spec = {**spec_of(data / "rows.jsonl"), "tokenizer": {"path": str(data / "tokenizer")}}
     with spawned(tmp_path / "store", data_root=data) as server:
-        dataset = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
+        dataset = server.post_spec(spec).json["id"]
         assert server.wait_for_state(dataset, "ready", "failed")["state"] == "ready"

@@ -141,10 +141,10 @@ def test_a_resumed_run_is_the_undisturbed_one(
                 seen.append(told(batch))
                 assert batch.state == stream.state_dict()
                 count += 1
-            if kill is not None and count < kill:  # it came to its end
-                break
             state = json.loads(json.dumps(stream.state_dict()))
             stream.close()
+            if kill is not None and (count < kill or (state["stops"] is None and count)):
+                break  # it came to its end, and the next iteration would be the next epoch's
         assert seen == whole
 
 

@@ -196,7 +196,10 @@ def test_the_stream_follows_packing(source: str, tmp_path: Path) -> None:
     finish_dataset(tmp_path, dataset, 2, packs)
     rest = list(batches)
     assert [batch.example_ids.tolist() for batch in rest[:3]] == [[5], [7], [-1]]
-    assert [batch.state["packs"] for batch in rest[:3]] == [6, 8, 0]
+    assert [batch.state["packs"] for batch in rest[:2]] == [6, 8]
+    # The end, said in one way or the other: whether the reader knew that it is one is a matter of time.
+    end = rest[2].state
+    assert (end["epoch"], end["packs"]) in ((0, 9), (1, 0))
     assert [(batch.epoch, batch.optimizer_step) for batch in rest[3:]].count((1, 2)) > 0
     assert len(rest) == 9
     assert len(stream) == 12
