@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,11 @@ _EXCERPT = 40
 _FAULT_MARK = b"!"  # no JSON value begins with it
 _MISSING = object()
 JOIN = "+"  # "instruction+input": both texts, a blank line between them
+
+
+# orjson reads whole numbers of more than 64 bits as floats. Tool calls print their numbers, so there
+# they must stay as they are.
+LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
 class RowFault(ValueError):
@@ -24,7 +30,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     NaN and Infinity, which Python writes, are accepted: they matter only in a field that is used.
     """
     try:
-        value = orjson.loads(raw)
+        value = _parse_slowly(raw) if LONG_NUMBER.search(raw) else orjson.loads(raw)
     except orjson.JSONDecodeError:
         value = _parse_slowly(raw)
     if not isinstance(value, dict):

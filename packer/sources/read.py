@@ -16,7 +16,15 @@ from numpy.typing import NDArray
 from packer.order import permute
 from packer.sources import tabular
 from packer.sources.lines import TooLong, read_lines
-from packer.sources.parse import FieldPicker, RowFault, parse_converted, parse_document, parse_object, roots
+from packer.sources.parse import (
+    LONG_NUMBER,
+    FieldPicker,
+    RowFault,
+    parse_converted,
+    parse_document,
+    parse_object,
+    roots,
+)
 from packer.sources.streams import changed, check_unchanged, open_input
 from packer.sources.values import (
     MAX_ROW_BYTES,
@@ -48,6 +56,7 @@ class _Batcher:
     """Collects records until a batch is full. Records are added many at a time: this is the hot loop."""
 
     pick: FieldPicker
+    prints_numbers: bool  # conversations: a template prints the numbers of tool calls
     max_row_bytes: int
     files: list[tuple[str, Unit]]
     layouts: list[Layout]
@@ -62,10 +71,12 @@ class _Batcher:
 
     def add_lines(self, places: NDArray[np.int64], raws: Sequence[bytes | TooLong]) -> None:
         """Records as the bytes that lie in their files. `places`: (3, len(raws))."""
-        pick, faults = self.pick, []
+        pick, faults, prints_numbers = self.pick, [], self.prints_numbers
         rows: list[Any] = []
         for raw in raws:
             try:
+                if prints_numbers and LONG_NUMBER.search(raw):  # type: ignore[arg-type]  # as below
+                    raise ValueError
                 record = orjson.loads(raw)  # type: ignore[arg-type]  # a TooLong is refused
                 if type(record) is not dict:
                     raise TypeError
@@ -149,6 +160,7 @@ def read_partition(
     """
     batcher = _Batcher(
         pick=FieldPicker(fields),
+        prints_numbers="messages" in fields,
         max_row_bytes=max_row_bytes,
         files=[(span.file.input.path, span.file.unit) for span in partition.spans],
         layouts=[span.file.layout for span in partition.spans],

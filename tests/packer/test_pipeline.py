@@ -15,6 +15,7 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_job import Packed, pack_document, read_back, spec_of, write_rows, write_tokenizer
+from tokenizers import Tokenizer
 
 from packer import coordinator, pipeline
 from packer.coordinator import Busy, Cancelled, PackingFailed, pack
@@ -518,6 +519,28 @@ def test_a_service_reads_tokenizers_and_templates_under_its_roots_alone(tmp_path
             resolved(inside / "tokenizer", chat_template=str(template))
     with pytest.raises(TokenizerError, match="cannot be read"):
         resolved(Path("x" * 400))
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_numbers_of_tool_calls_are_never_rounded(tmp_path: Path, seed: int | None) -> None:
+    """Arguments as an object and as JSON text give the same tokens, whatever the size of a number."""
+    number = 123456789012345678901234567890
+
+    def row(arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+        return {"messages": turns}
+
+    tokenizer = Path(__file__).parent.parent.parent / "examples" / "tokenizer"
+    source = write_rows(tmp_path / "rows.jsonl", [row({"id": number}), row(json.dumps({"id": number}))])
+    document = spec_of(source, tokenizer, packing={"max_tokens": 256}, shuffle_seed=seed)
+    segments = pack_document(tmp_path / "store", document).segments
+    assert segments[0] == segments[1]
+    decoded = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).decode(segments[0][0][0])
+    assert str(number) in decoded
 
 
 def test_what_should_not_pass_unnoticed_is_a_warning(tmp_path: Path) -> None:
