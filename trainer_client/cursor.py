@@ -103,6 +103,8 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
     world_size, packs_per_step and tail may differ: what is left is dealt out by the stream's own. balance
     may, save within an optimiser step of a "step" dataset, whose packs it reorders.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(f"a state as state_dict() gives it is required, found {type(state).__name__}")
     missing = {"version", "dataset", "epoch", "packs", "shuffle_seed"} - set(state)
     if missing or state["version"] != STATE_VERSION:
         raise ValueError(
@@ -128,14 +130,7 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
             found=state["shuffle_seed"],
             hint="packs would be lost or doubled: open the stream with the seed of the state",
         )
-    cursor = Cursor(
-        epoch=int(state["epoch"]),
-        packs=int(state["packs"]),
-        step=int(state.get("step", 0)),
-        micro_step=int(state.get("micro_step", 0)),
-    )
-    if min(cursor.epoch, cursor.packs, cursor.step, cursor.micro_step) < 0:
-        raise ValueError(f"epoch, packs and steps must not be negative, found {cursor}")
+    cursor = Cursor(**{name: _count(name, state.get(name, 0)) for name in Cursor.__slots__})
     if cursor.micro_step and state.get("balance", "none") != split.balance:
         raise StateMismatch(
             "balance",
@@ -145,3 +140,9 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
             "stream with the balance of the state",
         )
     return cursor
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} of the state must be a whole number of 0 or more, found {value!r}")
+    return value

@@ -484,3 +484,23 @@ def test_the_token_is_sent_and_never_shown(tmp_path: Path) -> None:
         with pytest.raises(StreamRefused, match="401") as caught:
             next(iter(PackedStream(service.url, dataset=dataset, token="other-token")))
         assert "other-token" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"packs": 2.5}, "packs of the state"),
+        ({"epoch": True}, "epoch of the state"),
+        ({"epoch": "1"}, "epoch of the state"),
+        ({"packs": -1}, "packs of the state"),
+        ({"version": 99}, "version"),
+    ],
+)
+def test_a_state_of_wrong_values_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2)
+    with PackedStream(tmp_path, dataset=dataset) as stream:
+        state = stream.state_dict()
+        with pytest.raises(ValueError, match=says):
+            stream.load_state_dict({**state, **change})
+        with pytest.raises(ValueError, match="found NoneType"):
+            stream.load_state_dict(None)  # type: ignore[arg-type]
