@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,13 @@ def tiny_model(vocab_size: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(stream: PackedStream, model: LlamaForCausalLM, steps: int, learning_rate: float = 3e-3) -> Result:
+def train(
+    stream: PackedStream,
+    model: LlamaForCausalLM,
+    steps: int,
+    learning_rate: float = 3e-3,
+    on_first_batch: Callable[[], None] | None = None,
+) -> Result:
     """Take `steps` optimiser steps on the stream's batches."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     losses: list[float] = []
@@ -56,6 +63,8 @@ def train(stream: PackedStream, model: LlamaForCausalLM, steps: int, learning_ra
     for batch in stream:
         if not losses:
             first_batch_s = time.perf_counter() - start
+            if on_first_batch is not None:
+                on_first_batch()
         # The loss is the sum over the step's trained tokens, divided by their number over all ranks.
         loss = model(**batch.for_transformers(), num_items_in_batch=batch.num_items_in_batch).loss
         loss.backward()
