@@ -56,8 +56,9 @@ class Bundle:
         """The bundle of a folder, of a tokenizer.json alone, or of a Hub id ("org/name").
 
         chat_template: a Jinja text (one with a "{" in it) or the path of one; it takes the place of
-        the tokenizer's own. roots: folders that local paths must lead into; None allows all. Raises
-        TokenizerError, which says what was looked for.
+        the tokenizer's own. roots: folders that the path of a template must lead into; None allows all. (A
+        template prints what its file says; of a tokenizer's folder, which may lie where models lie, nothing
+        but a tokenizer is read.) Raises TokenizerError, which says what was looked for.
         """
         try:
             return cls._read(path, revision, chat_template, roots)
@@ -75,12 +76,12 @@ class Bundle:
         roots: Sequence[Path] | None,
     ) -> Bundle:
         place = Path(path)
-        if place.exists():
-            _check_inside("tokenizer.path", place, roots)
         if place.is_dir():
             files = {name: (place / name).read_bytes() for name in BUNDLE_NAMES if (place / name).is_file()}
             if "tokenizer.json" not in files:
                 found = ", ".join(sorted(entry.name for entry in place.iterdir())[:10]) or "nothing"
+                if roots is not None:  # whoever asks a service may not look around on its disk
+                    found = "none"
                 raise TokenizerError(
                     f"tokenizer.path: the folder {place} must hold a tokenizer.json, found {found}; "
                     "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of transformers writes one"
@@ -95,7 +96,7 @@ class Bundle:
         if chat_template is not None:
             files.pop("chat_template.json", None)
             if "{" not in chat_template:
-                _check_inside("tokenizer.chat_template", Path(chat_template), roots)
+                _check_inside(Path(chat_template), roots)
             files["chat_template.jinja"] = _template_text(chat_template).encode()
         return cls(files=files)
 
@@ -125,13 +126,13 @@ class Bundle:
         return _json(name, self.files[name], None) if name in self.files else {}
 
 
-def _check_inside(field: str, path: Path, roots: Sequence[Path] | None) -> None:
+def _check_inside(path: Path, roots: Sequence[Path] | None) -> None:
     """Judged by where the path really leads, links and ".." followed."""
     real = Path(os.path.realpath(path))
     if roots is not None and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         raise TokenizerError(
-            f"{field}: {path} leads out of the data folders of the service; put it into one of them, or "
-            "start the service with the folder that holds it"
+            f"tokenizer.chat_template: {path} leads out of the data folders of the service; put it into one of "
+            "them, or start the service with the folder that holds it"
         )
 
 
