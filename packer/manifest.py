@@ -128,6 +128,13 @@ def damaged(store: LocalStore, key: str, error: BaseException) -> ManifestError:
     )
 
 
+def _values(array: pa.Array, dtype: np.dtype) -> np.ndarray:
+    """The inverse of `_column`."""
+    if array.type != pa.from_numpy_dtype(dtype):
+        raise TypeError(f"a column of {dtype} is required, found {array.type}")
+    return np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
+
+
 def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | None:
     """Commit number `partition`, or None where it is not there yet."""
     key = commit_key(dataset, partition)
@@ -140,7 +147,7 @@ def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | Non
         about = json.loads(table.schema.metadata[b"padfree.commit"])
         rows = np.empty(table.num_rows, ROWS)
         for name in ROWS.names or ():
-            chunks = [np.from_dlpack(chunk) for chunk in table.column(name).chunks]
+            chunks = [_values(chunk, ROWS[name]) for chunk in table.column(name).chunks if len(chunk)]
             rows[name] = np.concatenate([rows[name][:0], *chunks])
         if about.pop("sha256") != _digest(rows, about):
             raise ValueError("its checksum does not hold")
