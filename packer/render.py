@@ -27,10 +27,10 @@ from packer.ready import ready_rows
 from packer.templates import RenderError, RowProblem
 from packer.tokenization import Located, Tokenizer, TokenizerError
 
-__all__ = ["RenderError", "Rendered", "Renderer"]
+__all__ = ["LOSSES", "RenderError", "Rendered", "Renderer"]
 
 # What "auto" is, first, and what else goes with each format.
-_LOSSES = {
+LOSSES = {
     "text": ("all",),
     "prompt_completion": ("completion", "all"),
     "messages": ("assistant", "all"),
@@ -75,9 +75,9 @@ class Renderer:
         add_eos: str | bool = "auto",
         first_tokens: int | None = None,
     ) -> None:
-        if format not in _LOSSES:
-            raise RenderError(f"source.format: one of {', '.join(_LOSSES)} is required, found {format!r}")
-        allowed = _LOSSES[format]
+        if format not in LOSSES:
+            raise RenderError(f"source.format: one of {', '.join(LOSSES)} is required, found {format!r}")
+        allowed = LOSSES[format]
         if loss != "auto" and loss not in allowed:
             raise RenderError(
                 f"loss: format {format} goes with auto or {' or '.join(allowed)}, found {loss!r}; "

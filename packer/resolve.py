@@ -9,20 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from packer import sources
 from packer.pipeline import make_renderer
+from packer.render import LOSSES
 from packer.spec import Job, Loss, Spec, SpecError, dataset_id
 from packer.store import LocalStore
 from packer.tokenization import Bundle, Tokenizer
-
-# What "auto" is, first, and what else goes with each format. Ready ids keep "auto": as their labels say.
-_LOSSES: dict[str, tuple[Loss, ...]] = {
-    "text": ("all",),
-    "prompt_completion": ("completion", "all"),
-    "messages": ("assistant", "all"),
-    "tokens": ("auto", "all"),
-}
 
 
 def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = None) -> Job:
@@ -33,12 +27,13 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
     """
     inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots)
     format_, fields = sources.detect_format(inputs, spec.source)
-    allowed = _LOSSES[format_]
-    loss = allowed[0] if spec.loss == "auto" else spec.loss
-    if loss not in allowed:
+    allowed = LOSSES[format_]
+    if spec.loss != "auto" and spec.loss not in allowed:
         raise SpecError(
             "loss", f'format "{format_}" takes loss auto or {" or ".join(allowed)}, found "{spec.loss}"'
         )
+    # Ready ids keep "auto": as their labels say.
+    loss = cast(Loss, allowed[0]) if spec.loss == "auto" and format_ != "tokens" else spec.loss
     tokenizer, digest = None, ""
     if spec.tokenizer is not None:
         bundle = Bundle.read(
