@@ -54,23 +54,22 @@ def train(
     losses: list[float] = []
     loss = torch.zeros((), device=next(model.parameters()).device)
     model.train()
-    while len(losses) < steps:
-        for batch in stream:  # one epoch, or the rest of one
-            with gradients_meet(model, batch.step_done):
-                out = model(**batch.for_transformers(), num_items_in_batch=batch.num_items_in_batch)
-                # num_items_in_batch counts the tokens of all ranks, so the losses of the ranks add up
-                # to the step's. Gradients are averaged: times the number of ranks makes it a sum.
-                (out.loss * dist.get_world_size()).backward()
-            loss += out.loss.detach()
-            if not batch.step_done:  # of a `step` dataset; elsewhere each batch is a step
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.all_reduce(loss)
-            losses.append(loss.item())
-            loss.zero_()
-            if len(losses) == steps:
-                break
+    for batch in stream:
+        with gradients_meet(model, batch.step_done):
+            out = model(**batch.for_transformers(), num_items_in_batch=batch.num_items_in_batch)
+            # num_items_in_batch counts the tokens of all ranks, so the losses of the ranks add up
+            # to the step's. Gradients are averaged: times the number of ranks makes it a sum.
+            (out.loss * dist.get_world_size()).backward()
+        loss += out.loss.detach()
+        if not batch.step_done:  # of a `step` dataset; elsewhere each batch is a step
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        loss.zero_()
+        if len(losses) == steps:
+            break
     return losses
 
 
@@ -127,6 +126,7 @@ def main() -> None:
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         packs_per_step=args.packs_per_step,
+        epochs=None,  # --steps says how long
         device=device if cuda else None,
         token=os.environ.get("PADFREE_TOKEN"),
     ) as stream:

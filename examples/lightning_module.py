@@ -56,6 +56,7 @@ class _Loader:
         self.trained = stream.state_dict()
 
     def __iter__(self) -> Iterator[PackedBatch]:
+        self.stream.set_epoch(self.stream.epoch)  # how many epochs there are is Lightning's to say
         return iter(self.stream)
 
     def __len__(self) -> int:

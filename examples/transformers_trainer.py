@@ -34,7 +34,7 @@ class PackedBatches:
 
     `stream`: what PackedStream takes, less rank and world size, which the Trainer knows. The stream has no
     end, so that a step never spans less than it should: `max_steps` says how long to train, or
-    num_train_epochs where the dataset is finished and not of strategy "step".
+    num_train_epochs where the dataset is finished.
 
     Nothing else touches the batches: no DataLoader, so no sharding by Accelerate on top of the stream's
     own, no collation and no removed columns. num_items_in_batch comes with the batches, counted over all
@@ -51,17 +51,16 @@ class PackedBatches:
         options = {"rank": given.process_index, "world_size": given.world_size, "epochs": None, **stream}
         if given.device.type == "cuda":
             options.setdefault("device", given.device)
-        self.stream = PackedStream(options.pop("source"), **options)
-        steps_per_epoch = _steps_per_epoch(stream, given)
-        self._counts_epochs = given.max_steps <= 0
-        if self._counts_epochs:
-            if steps_per_epoch is None:
+        loop_steps, optimizer_steps = _steps_of_an_epoch(options)
+        if given.max_steps <= 0:
+            if optimizer_steps is None:
                 raise ValueError("max_steps: required while the dataset is still being packed")
-            updates = steps_per_epoch / given.gradient_accumulation_steps
+            updates = optimizer_steps / given.gradient_accumulation_steps
             given.max_steps = math.ceil(given.num_train_epochs * updates)
+        self.stream = PackedStream(options.pop("source"), **options)
         # The stream goes on where it stood by itself: nothing is to be read and thrown away.
         given.ignore_data_skip = True
-        self.add_callback(StreamPosition(steps_per_epoch))
+        self.add_callback(StreamPosition(loop_steps))
 
     def get_train_dataloader(self) -> PackedStream:
         return self.stream
@@ -71,11 +70,6 @@ class PackedBatches:
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
         """The inputs of one optimiser step, `num_batches` steps of the stream, and its trained tokens."""
         steps = [_step(epoch_iterator) for _ in range(num_batches)]
-        if self._counts_epochs and any(len(step) > 1 for step in steps):
-            raise ValueError(
-                'max_steps: required for a dataset of strategy "step" (num_train_epochs would count its '
-                "micro-batches)"
-            )
         num_items = sum(step[-1].num_items_in_batch for step in steps)
         inputs = [step[0].for_transformers() if len(step) == 1 else {"micro_batches": step} for step in steps]
         return inputs, torch.tensor(num_items, device=device)
@@ -133,13 +127,14 @@ def _step(batches: Iterator[PackedBatch]) -> list[PackedBatch]:
     return step
 
 
-def _steps_per_epoch(stream: dict[str, Any], args: TrainingArguments) -> int | None:
-    """None while the dataset is still being packed."""
-    options = {"rank": args.process_index, "world_size": args.world_size, **stream, "epochs": 1}
-    try:
-        return len(PackedStream(options.pop("source"), **options))
-    except TypeError:
-        return None
+def _steps_of_an_epoch(options: dict[str, Any]) -> tuple[int, int] | tuple[None, None]:
+    """Loop steps and optimiser steps; None while the dataset is still being packed."""
+    given = {**options, "epochs": 1, "device": None}
+    with PackedStream(given.pop("source"), **given) as stream:
+        try:
+            return len(stream), stream.num_optimizer_steps
+        except TypeError:
+            return None, None
 
 
 class PackedTrainer(PackedBatches, Trainer):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from packer.order import StepDeal, step_order
 from trainer_client.cursor import Cursor, Split
-from trainer_client.errors import DatasetTooSmall
+from trainer_client.errors import DatasetTooSmall, StateMismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,10 +41,26 @@ def require_steps(layout: Layout, split: Split, dataset: str) -> None:
         raise DatasetTooSmall(dataset, num_packs=0, packs_needed=1)
 
 
-def num_left_over(layout: Layout, split: Split) -> int:
-    """Packs of an epoch of a finished dataset that tail="drop" leaves out."""
+def num_left_over(layout: Layout, split: Split, *, offset: int = 0) -> int:
+    """Packs that tail="drop" leaves out from pack `offset` to the end of an epoch of a finished dataset."""
     assert layout.num_packs is not None
-    return 0 if layout.step_sizes is not None else split.num_left_over(layout.num_packs)
+    return 0 if layout.step_sizes is not None else split.num_left_over(layout.num_packs, offset=offset)
+
+
+def require_place(packs: int, num_fillers: int, layout: Layout, dataset: str) -> None:
+    """Raise StateMismatch for a state from beyond the end of an epoch of a finished dataset.
+
+    num_fillers: how many of the packs may have been fillers of a last step (tail="pad"), which count where
+    a state was saved before the end was known.
+    """
+    if layout.num_packs is not None and packs > layout.num_packs + num_fillers:
+        raise StateMismatch(
+            "packs",
+            wanted=layout.num_packs,
+            found=packs,
+            hint=f"an epoch of dataset {dataset} ends at pack {layout.num_packs}: the state was changed, or "
+            "is of other data; load an earlier one",
+        )
 
 
 def normal(cursor: Cursor, split: Split, layout: Layout) -> Cursor:
@@ -124,7 +140,26 @@ class Course:
         total = self.num_steps
         if total is None:
             return None
-        return total - sum(min(stop, total) - min(start, total) for start, stop in self._gaps)
+        return total - _num_within(self._gaps, total)
+
+    @property
+    def num_taken(self) -> int:
+        """Loop steps of the epoch that were taken before `start`."""
+        if not self.start.step:
+            return 0
+        whole = Course(
+            split=self.split, layout=self.layout, start=Cursor(epoch=self.start.epoch), skips=self.skips
+        )
+        return self.start.step - _num_within(whole._gaps, self.start.step)
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Of the whole epoch, those left out not counted."""
+        if self._deal is None:
+            return self.num_taken + (self.num_kept or 0)
+        left_out = _merged((skip.start, skip.stop) for skip in self.skips if skip.epoch == self.start.epoch)
+        total = len(self._deal.order.bounds) - 1
+        return total - _num_within(left_out, total)
 
     @property
     def packs_a_batch(self) -> int:
@@ -214,6 +249,11 @@ class Course:
         sizes = self.layout.step_sizes
         known = 0 if sizes is None else len(sizes)
         return any(skip.epoch == self.start.epoch and skip.stop > known for skip in self.skips)
+
+
+def _num_within(ranges: Iterable[tuple[int, int]], end: int) -> int:
+    """How many numbers below `end` lie in half-open ranges that do not touch."""
+    return sum(min(stop, end) - min(start, end) for start, stop in ranges)
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

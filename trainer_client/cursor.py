@@ -6,6 +6,7 @@ exactly on two or eight: the packs that are left are dealt out anew from pack `p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -72,13 +73,53 @@ class Split:
             offset=offset,
         )
 
-    def num_left_over(self, num_packs: int) -> int:
-        """Packs of an epoch that tail="drop" leaves out."""
-        return max(0, num_packs - self.num_steps(num_packs) * self.packs_of_step)
+    def num_left_over(self, num_packs: int, *, offset: int = 0) -> int:
+        """Packs that tail="drop" leaves out from pack `offset` to the end of an epoch."""
+        left = max(0, num_packs - offset)
+        return max(0, left - self.num_steps(num_packs, offset=offset) * self.packs_of_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """How long a stream goes on: `epochs` in all, from the dataset's first, None for no end.
+
+    until: the epoch that is not begun. More than `epochs` where the stream was iterated again at its end.
+    """
+
+    epochs: int | None = 1
+    until: int | None = 1
+
+    @property
+    def iteration(self) -> range | None:
+        """The epochs of the present iteration; None where it has no end."""
+        if self.epochs is None or self.until is None:
+            return None
+        return range(self.until - self.epochs, self.until)
+
+    def with_epoch(self, epoch: int) -> Term:
+        """The same, going on for whole iterations until `epoch` is done."""
+        if self.epochs is None or self.until is None:
+            return self
+        return Term(epochs=self.epochs, until=max(self.until, (epoch // self.epochs + 1) * self.epochs))
+
+
+def term_from(state: Mapping[str, Any], epochs: int | None) -> Term:
+    """The term of a stream of `epochs` that goes on from a state.
+
+    What the state says of iterations counts where it is of as many epochs; else `epochs` alone does.
+    """
+    until = state.get("until_epoch")
+    if epochs is None or until is None or state.get("epochs") != epochs:
+        return Term(epochs=epochs, until=epochs)
+    return Term(epochs=epochs, until=max(epochs, _count("until_epoch", until)))
 
 
 def to_state(
-    cursor: Cursor, split: Split, dataset: str, skip: Sequence[Mapping[str, Any]] = ()
+    cursor: Cursor,
+    split: Split,
+    dataset: str,
+    term: Term,
+    skip: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """A small JSON document that says all that is needed to go on."""
     return {
@@ -93,6 +134,8 @@ def to_state(
         "packs_per_step": split.packs_per_step,
         "tail": split.tail,
         "balance": split.balance,
+        "epochs": term.epochs,
+        "until_epoch": term.until,
         "skip": list(skip),
     }
 
@@ -140,6 +183,14 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
             "stream with the balance of the state",
         )
     return cursor
+
+
+def fillers_in(state: Mapping[str, Any]) -> int:
+    """How many of a state's packs may be fillers: those of one step."""
+    if state.get("tail") != "pad":
+        return 0
+    sizes = (_count(name, state.get(name, 1)) for name in ("world_size", "packs_per_step"))
+    return math.prod(sizes) - 1
 
 
 def _count(name: str, value: Any) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer_client.batch import PackedBatch
-from trainer_client.cursor import Cursor
 from trainer_client.errors import StateMismatch
 from trainer_client.reader import Lane
 from trainer_client.stream import PackedStream
@@ -58,6 +57,7 @@ class PackedDataset(IterableDataset):
                 f"{self._stream._device}; use num_workers=0, the stream reads ahead by itself"
             )
         if self._began is None:
+            self._stream._go_on()
             self._began = self._stream.state_dict()
         self._stream.load_state_dict({name: self._began[name] for name in self._began if name != "lane"})
         self._stream._lane = Lane(index=worker, count=num_workers, skip=self._num_given)
@@ -71,10 +71,9 @@ class PackedDataset(IterableDataset):
         return len(self._stream)
 
     def set_epoch(self, epoch: int) -> None:
-        """Stand at the start of `epoch`, unless the stream stands within it already (after a resume)."""
-        if self._stream._cursor.epoch != epoch:
-            self._stream._cursor = Cursor(epoch=epoch)
-            self._stream.close()
+        """Go on to the start of `epoch`, as PackedStream.set_epoch does: never back, so that a framework
+        that counts from 0 again after a resume repeats nothing."""
+        self._stream.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the iteration stands: the stream's state, or in a worker that of its own steps."""

@@ -43,8 +43,9 @@ class MixedStream:
         own; "all_exhausted" lets it go on with its next epoch, until each has come to its end once.
 
     Each batch says in num_items_by_source what the step trains of each source, and in source_ids which
-    source each segment is of. The next iteration goes on: what was exhausted begins its next epoch, the
-    others are where they were.
+    source each segment is of. As of a PackedStream, a mixture that came to its end and is resumed gives
+    nothing more; iterating once more over one that came to its end here goes on: what was exhausted begins
+    its next epochs, the others are where they were.
     """
 
     def __init__(
@@ -79,9 +80,8 @@ class MixedStream:
         self._passes = [0.0] * len(self.streams)
         self._tokens = [0] * len(self.streams)
         self._turn: int | None = None  # the source of an optimiser step that is not done
-        # Of the running iteration: the epoch that each source is not to begin, and who came to its end.
-        self._stops: list[int | None] | None = None
-        self._exhausted = [False] * len(self.streams)
+        self._exhausted = [False] * len(self.streams)  # who came to its end in this iteration
+        self._over = False  # whether an iteration came to its end since the last state was loaded
         self._states: list[dict[str, Any]] = []
         self._iteration = 0
 
@@ -116,15 +116,15 @@ class MixedStream:
     def __iter__(self) -> Iterator[PackedBatch]:
         self._iteration += 1
         self._states = [one.state_dict() for one in self.streams]
-        if self._stops is None:
-            self._exhausted = [False] * len(self.streams)
-            self._stops = [
-                None if one._epochs is None else (state["epoch"] // one._epochs + 1) * one._epochs
-                for one, state in zip(self.streams, self._states, strict=True)
-            ]
+        if self._over:
+            for source in range(len(self.streams)):
+                if self._is_over(source):
+                    self._go_on(source)
+            self._exhausted, self._over = [False] * len(self.streams), False
         return self._batches([iter(one) for one in self.streams], self._iteration)
 
     def _batches(self, iterators: list[Iterator[PackedBatch]], iteration: int) -> Iterator[PackedBatch]:
+        is_empty = True
         while True:
             drawn: list[tuple[int, PackedBatch]] = []
             while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
@@ -133,6 +133,9 @@ class MixedStream:
                 yield self._mixed(drawn)
             if iteration != self._iteration:
                 raise RuntimeError("this iteration of the stream is over; iterate over the stream again")
+            if not drawn and is_empty:
+                log.warning("nothing is left of the mixture of %s: it is at its end", ", ".join(self.names))
+            is_empty = False
             if len(drawn) < self._batches_per_step:  # the last one, or none
                 return
 
@@ -145,19 +148,21 @@ class MixedStream:
                 return source, self._counted(source, batch)
             self._exhausted[source] = True
             if self._until == "first_exhausted" or all(self._ended()):
-                self._stops = None
+                self._over = True
                 return None
-            stop, epochs = (self._stops or [])[source], self.streams[source]._epochs
-            assert self._stops is not None
-            assert stop is not None
-            assert epochs is not None
-            self._stops[source] = stop + epochs
+            self._go_on(source)
             iterators[source] = iter(self.streams[source])
+
+    def _go_on(self, source: int) -> None:
+        """Let a source that is at its end begin its next epochs."""
+        stream = self.streams[source]
+        stream.set_epoch(stream.epoch)
+        self._states[source] = stream.state_dict()
 
     def _is_over(self, source: int) -> bool:
         """Whether the source has come to its end, by its state: so a resumed run knows it too."""
-        stop = self._stops[source] if self._stops is not None else None
-        return stop is not None and self._states[source]["epoch"] >= stop
+        state = self._states[source]
+        return state["until_epoch"] is not None and state["epoch"] >= state["until_epoch"]
 
     def _counted(self, source: int, batch: PackedBatch) -> PackedBatch:
         if not batch.step_done and self._batches_per_step > 1:
@@ -226,7 +231,6 @@ class MixedStream:
             "turn": self._turn,
             "passes": list(self._passes),
             "tokens": list(self._tokens),
-            "stops": None if self._stops is None else list(self._stops),
             "exhausted": list(self._exhausted),
             "weights": {str(first): list(weights) for first, weights in sorted(self._weights.items())},
             "batches_per_step": self._batches_per_step,
@@ -260,8 +264,8 @@ class MixedStream:
         self._weights = weights
         self._step, self._loop_step, self._turn = state["step"], state["loop_step"], state["turn"]
         self._passes, self._tokens = list(state["passes"]), list(state["tokens"])
-        self._stops = None if state["stops"] is None else list(state["stops"])
-        self._exhausted, self._states = list(state["exhausted"]), list(state["sources"])
+        self._exhausted, self._over = list(state["exhausted"]), False
+        self._states = list(state["sources"])
         self._iteration += 1
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_client.batch import PackedBatch, flatten
-from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_steps
-from trainer_client.cursor import Cursor, Split, to_state
+from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_place, require_steps
+from trainer_client.cursor import Cursor, Split, Term, to_state
 from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamTimeout
 from trainer_client.prefetch import Meter
 from trainer_client.transport import Received, Request, Transport
@@ -96,12 +96,13 @@ class Reader:
 
     transport: Transport
     split: Split
-    epochs: int | None
+    term: Term
     timeout_s: float
     meter: Meter
     device: Any = None
     lane: Lane = field(default_factory=Lane)
     skips: tuple[Skip, ...] = ()
+    num_fillers: int = 0  # that a loaded state may count as packs
     cancelled: threading.Event = field(default_factory=threading.Event)
     layout: Layout | None = None
     end: Cursor | None = None  # where the iteration ended, once it has
@@ -112,14 +113,15 @@ class Reader:
         self.transport.close()
 
     def batches(self, cursor: Cursor) -> Iterator[PackedBatch]:
-        """Batches from the cursor to the next multiple of `epochs` (or without end)."""
+        """Batches from the cursor to the end of the term (or without end)."""
         upload = self._uploader()
         self._learn_layout(self._retry())
         if self.cancelled.is_set():
             return
         assert self.layout is not None
+        require_place(cursor.packs, self.num_fillers, self.layout, self.transport.dataset)
         cursor = normal(cursor, self.split, self.layout)
-        stop = self._stop_epoch(cursor)
+        stop = self.term.until
         done, is_measured = 0, self.split.balance == "none"
         while not self.cancelled.is_set() and (stop is None or cursor.epoch < stop):
             for batch in self._epoch(cursor, done):
@@ -131,8 +133,6 @@ class Reader:
                 return
             course = self._course(cursor)
             cursor = Cursor(epoch=cursor.epoch + 1)
-            if not done and not course.num_steps:
-                stop = self._stop_epoch(cursor)  # we stood at an end that nobody knew to be one
             assert course.num_kept is not None
             done += course.num_kept
         self.end = cursor
@@ -142,9 +142,6 @@ class Reader:
             shares = self.transport.idle_shares(self.split, epoch, _MEASURED_STEPS)
             self.meter.idle_share_before = shares["none"]
             self.meter.idle_share_after = shares["attention"]
-
-    def _stop_epoch(self, cursor: Cursor) -> int | None:
-        return None if self.epochs is None else (cursor.epoch // self.epochs + 1) * self.epochs
 
     def _uploader(self) -> Any:
         if self.device is None:
@@ -183,6 +180,7 @@ class Reader:
 
     def _course(self, start: Cursor) -> Course:
         assert self.layout is not None
+        require_place(start.packs, self.num_fillers, self.layout, self.transport.dataset)
         return Course(split=self.split, layout=self.layout, start=start, skips=self.skips)
 
     # -------------------------------------------------------------- an epoch
@@ -251,7 +249,7 @@ class Reader:
 
     def _log_left_over(self, start: Cursor) -> None:
         assert self.layout is not None
-        left_over = num_left_over(self.layout, self.split)
+        left_over = num_left_over(self.layout, self.split, offset=start.packs)
         if left_over:
             log.info(
                 'epoch %d of dataset %s is over; %d packs filled no step and were left out (tail="drop")',
@@ -306,6 +304,7 @@ class Reader:
                 course.after(step),
                 self.split,
                 self.transport.dataset,
+                self.term,
                 [skip.to_document() for skip in self.skips],
             ),
         )

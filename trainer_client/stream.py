@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from trainer_client import specs
 from trainer_client.batch import PackedBatch
-from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_steps, skips_from
-from trainer_client.cursor import Balance, Cursor, Split, Tail, from_state, to_state
-from trainer_client.errors import ClientError, Lost, StateMismatch
+from trainer_client.course import (
+    Course,
+    Layout,
+    Skip,
+    normal,
+    num_left_over,
+    require_place,
+    require_steps,
+    skips_from,
+)
+from trainer_client.cursor import (
+    Balance,
+    Cursor,
+    Split,
+    Tail,
+    Term,
+    fillers_in,
+    from_state,
+    term_from,
+    to_state,
+)
+from trainer_client.errors import (
+    ClientError,
+    DataDamaged,
+    DatasetFailed,
+    Lost,
+    StateMismatch,
+    StreamRefused,
+    UnknownDataset,
+)
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
 from trainer_client.transport import Transport, open_transport
+
+log = logging.getLogger(__name__)
 
 
 class PackedStream:
@@ -24,9 +55,10 @@ class PackedStream:
         still being packed, the stream follows it.
     rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
         packs_per_step of them as one batch. All ranks take the same number of steps.
-    epochs: one iteration over the stream goes from where it stands to the next multiple of `epochs`.
-        With epochs=1 each `for` over the stream is one epoch (or the rest of one after a resume), the
-        next `for` is the next epoch in its own order. None: without end.
+    epochs: how many there are in all, counted from the dataset's first. With epochs=3 the stream ends
+        behind epoch 2, however often the run is broken off and resumed; a run that came to its end and is
+        resumed gives nothing more. Iterating once more over a stream that came to its end here goes on
+        for as many epochs again, so with epochs=1 each `for` is an epoch, in its own order. None: no end.
     shuffle_seed: order of epochs 1, 2, …; epoch 0 is the order of packing. None: every epoch is.
     tail: "drop" leaves out the last packs that do not fill a step, "pad" fills it up with packs that
         train nothing.
@@ -77,12 +109,14 @@ class PackedStream:
             tail=tail,
             balance=balance,
         )
-        self._epochs = epochs
+        self._term = Term(epochs=epochs, until=epochs)
+        self._ended = False  # whether an iteration came to its end since the last state was loaded
         self._prefetch_steps, self._prefetch_bytes = prefetch_steps, prefetch_bytes
         self._device = device
         self._source, self._token, self._timeout_s = source, token, timeout_s
         self._cursor = Cursor()
         self._skips: tuple[Skip, ...] = ()
+        self._num_fillers = 0  # that the loaded state may count as packs
         self._lane = Lane()
         self._start()
 
@@ -109,16 +143,18 @@ class PackedStream:
         self._iteration += 1
         iteration = self._iteration
         self._close_prefetcher()
+        self._go_on()
         self._transport = self._transport.fresh()
         reader = Reader(
             transport=self._transport,
             split=self._split,
-            epochs=self._epochs,
+            term=self._term,
             timeout_s=self._timeout_s,
             meter=self._meter,
             device=self._device,
             lane=self._lane,
             skips=self._skips,
+            num_fillers=self._num_fillers,
         )
         cursor = self._cursor
         prefetcher = Prefetcher(
@@ -132,11 +168,19 @@ class PackedStream:
         self._prefetcher = weakref.ref(prefetcher)
         return self._taken(prefetcher, reader, iteration)
 
+    def _go_on(self) -> None:
+        """Where the last iteration came to the end, the next one is for as many epochs again."""
+        if self._ended:
+            self._term = self._term.with_epoch(self._cursor.epoch)
+        self._ended = False
+
     def _taken(
         self, prefetcher: Prefetcher[PackedBatch], reader: Reader, iteration: int
     ) -> Iterator[PackedBatch]:
         try:
+            is_empty = True
             for batch in prefetcher:
+                is_empty = False
                 self._require_current(iteration)
                 # Before the loop's body runs: a state saved in it counts this batch as taken.
                 self._cursor = Cursor(**{name: batch.state[name] for name in Cursor.__slots__})
@@ -147,9 +191,20 @@ class PackedStream:
                 self._require_current(iteration)
             self._require_current(iteration)
             if reader.end is not None:  # behind the steps of other lanes too
-                self._cursor = reader.end
+                self._cursor, self._ended = reader.end, True
+                if is_empty and self._lane.count == 1:
+                    self._warn_of_the_end()
         finally:
             prefetcher.close()
+
+    def _warn_of_the_end(self) -> None:
+        log.warning(
+            "dataset %s: nothing is left, the stream stands at epoch %d and ends there (epochs=%s, counted "
+            "from the first); give more epochs to go on, or set_epoch() where a loop counts epochs itself",
+            self.dataset,
+            self._cursor.epoch,
+            self._term.epochs,
+        )
 
     def _require_current(self, iteration: int) -> None:
         if iteration != self._iteration:
@@ -158,31 +213,61 @@ class PackedStream:
                 "iterate over the stream again"
             )
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next batch is of."""
+        return self._normal().epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go on to the start of `epoch`, unless the stream stands in or behind it: never back. It is not
+        the end then: iterating gives the epoch also where `epochs` are over."""
+        if self.epoch < epoch:
+            self._cursor = Cursor(epoch=epoch)
+            self.close()
+        self._term = self._term.with_epoch(epoch)
+
     def __len__(self) -> int:
-        """Batches of a whole iteration: steps of its epochs, less those to be left out. TypeError where
-        that is not known."""
+        """Batches of a whole iteration, those before the present one counted: steps of its epochs, less
+        those to be left out. TypeError where that is not known.
+
+        After a change of world_size or packs_per_step within an epoch that epoch counts the steps that were
+        taken and those that are left; epochs before it count as if they had been dealt as now.
+        """
+        return self._sum(lambda course: course.num_taken + (course.num_kept or 0))
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """Optimiser steps of a whole iteration: for `max_steps` and schedules of the learning rate. It is
+        len(), save for a "step" dataset, of which len() counts micro-batches."""
+        return self._sum(lambda course: course.num_optimizer_steps)
+
+    def _sum(self, count: Callable[[Course], int]) -> int:
+        """A count over the epochs of a whole iteration, of the present one from where the stream stands."""
         layout = self._layout()
-        if layout.num_packs is None or self._epochs is None:
-            why = (
-                "it has no end (epochs=None)" if self._epochs is None else "the dataset is still being packed"
-            )
+        epochs = self._term.iteration
+        if layout.num_packs is None or epochs is None:
+            why = "it has no end (epochs=None)" if epochs is None else "the dataset is still being packed"
             raise TypeError(f"this stream has no length: {why}")
         require_steps(layout, self._split, self.dataset)
-        first = self._cursor.epoch // self._epochs * self._epochs
-        of_each = self._course(Cursor(epoch=first), layout).num_steps or 0
-        skipping = {skip.epoch for skip in self._skips if first <= skip.epoch < first + self._epochs}
-        courses = (self._course(Cursor(epoch=epoch), layout) for epoch in skipping)
-        return of_each * self._epochs - sum(of_each - (course.num_kept or 0) for course in courses)
+        at = self._normal()
+        # All epochs are alike but these.
+        starts = {skip.epoch: Cursor(epoch=skip.epoch) for skip in self._skips} | {at.epoch: at}
+        others = len(epochs) - sum(epoch in epochs for epoch in starts)
+        plain = Course(split=self._split, layout=layout, start=Cursor(epoch=epochs[0]))
+        return others * count(plain) + sum(
+            count(self._course(start, layout)) for epoch, start in starts.items() if epoch in epochs
+        )
 
     def __bool__(self) -> bool:
         return True  # else `if stream` would ask for the length
 
     def num_left_over(self) -> int:
-        """Packs of each epoch that tail="drop" leaves out. TypeError while the dataset is being packed."""
+        """Packs that tail="drop" leaves out of the epoch that the stream stands in. TypeError while the
+        dataset is being packed."""
         layout = self._layout()
         if layout.num_packs is None:
             raise TypeError("not known: the dataset is still being packed")
-        return num_left_over(layout, self._split)
+        return num_left_over(layout, self._split, offset=self._normal().packs)
 
     # -------------------------------------------------------------- state
 
@@ -190,12 +275,12 @@ class PackedStream:
         """A small JSON document: where the training loop stands. Exact after any step."""
         self._cursor = self._normal()
         skips = [skip.to_document() for skip in self._skips]
-        return to_state(self._cursor, self._split, self.dataset, skips)
+        return to_state(self._cursor, self._split, self.dataset, self._term, skips)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, on any world size; what it leaves out is left out here.
 
-        Raises StateMismatch for a state of another dataset or shuffle_seed.
+        Raises StateMismatch for a state of another dataset or shuffle_seed, or from beyond its end.
         """
         try:
             cursor = from_state(state, self._split, self.dataset)
@@ -203,7 +288,13 @@ class PackedStream:
             if error.what == "dataset":
                 raise error.because(self._differences(str(error.found))) from None
             raise
-        self._cursor, self._skips = cursor, skips_from(state.get("skip", ()))
+        skips, term = skips_from(state.get("skip", ())), term_from(state, self._term.epochs)
+        num_fillers = fillers_in(state)
+        # Where the size cannot be told now, reading tells why.
+        with contextlib.suppress(Lost, UnknownDataset, DatasetFailed, DataDamaged, StreamRefused):
+            require_place(cursor.packs, num_fillers, self._transport.layout(), self.dataset)
+        self._cursor, self._skips, self._term, self._ended = cursor, skips, term, False
+        self._num_fillers = num_fillers
         self.close()
 
     def skip(self, steps: Iterable[int], *, epoch: int | None = None) -> None:
@@ -236,7 +327,9 @@ class PackedStream:
         if not self._cursor.packs:
             return self._cursor
         try:
-            return normal(self._cursor, self._split, self._transport.layout())
+            layout = self._transport.layout()
+            require_place(self._cursor.packs, self._num_fillers, layout, self.dataset)
+            return normal(self._cursor, self._split, layout)
         except (Lost, ClientError):
             return self._cursor  # the same place, said in the other way
 

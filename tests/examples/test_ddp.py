@@ -44,7 +44,7 @@ def run(
     model = ddp.distributed(tiny(), fsdp=fsdp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     ranks = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    stream = Recorded(store, dataset=dataset, **ranks, **options)
+    stream = Recorded(store, dataset=dataset, epochs=None, **ranks, **options)
     if resume is not None:
         ddp.load(resume, model, optimizer, stream)
     losses = ddp.train(stream, model, optimizer, steps=steps)

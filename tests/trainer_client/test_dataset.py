@@ -97,11 +97,26 @@ def test_set_epoch_as_trainers_call_it(tmp_path: Path) -> None:
             packed.set_epoch(epoch)
             found += taken(batches)
         assert found == whole
-    # Within the epoch that a state says, set_epoch moves nothing.
-    packed = PackedDataset(tmp_path, dataset=dataset)
-    packed.load_state_dict({**packed.state_dict(), "epoch": 1, "packs": 4, "step": 4})
-    packed.set_epoch(1)
-    assert taken(packed) == whole[14:20]
+    # Within the epoch that a state says, set_epoch moves nothing; nor does one before it, where a framework
+    # counts from 0 again after a resume.
+    for epochs in ([1], [0, 1]):
+        packed = PackedDataset(tmp_path, dataset=dataset)
+        packed.load_state_dict({**packed.state_dict(), "epoch": 1, "packs": 4, "step": 4})
+        for epoch in epochs:
+            packed.set_epoch(epoch)
+        assert taken(packed) == whole[14:20]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_that_came_to_its_end_gives_nothing_more_when_resumed(
+    tmp_path: Path, num_workers: int
+) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=6)
+    packed = PackedDataset(tmp_path, dataset=dataset, epochs=2)
+    last = [batch.state for batch in loader(packed, num_workers)][-1]
+    resumed = PackedDataset(tmp_path, dataset=dataset, epochs=2)
+    resumed.load_state_dict(last)
+    assert taken(loader(resumed, num_workers)) == []
 
 
 def test_persistent_workers_go_on_to_the_next_epoch(tmp_path: Path) -> None:

@@ -136,16 +136,31 @@ def test_a_resumed_run_is_the_undisturbed_one(
             if state is not None:
                 stream.load_state_dict(json.loads(json.dumps(state)))
                 assert stream.state_dict() == state
-            count = 0
             for batch in itertools.islice(stream, kill):
                 seen.append(told(batch))
                 assert batch.state == stream.state_dict()
-                count += 1
             state = json.loads(json.dumps(stream.state_dict()))
             stream.close()
-            if kill is not None and (count < kill or (state["stops"] is None and count)):
-                break  # it came to its end, and the next iteration would be the next epoch's
-        assert seen == whole
+        assert seen == whole  # nothing more where it had come to its end before
+
+
+@pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
+def test_a_mixture_at_its_end_gives_nothing_more_when_resumed(
+    tmp_path: Path, until: Any, caplog: Any
+) -> None:
+    datasets = lengths_of(tmp_path, {"small": (4, 4), "large": (9, 4)})
+    how: dict[str, Any] = {"weights": [1, 1], "until": until}
+    stream = mixed(tmp_path, datasets, **how)
+    list(stream)
+    state = stream.state_dict()
+    resumed = mixed(tmp_path, datasets, **how)
+    resumed.load_state_dict(state)
+    assert list(resumed) == []
+    assert "nothing is left of the mixture of small, large" in caplog.text
+    assert [told(batch) for batch in resumed] == [told(batch) for batch in stream]  # iterated once more
+    longer = mixed(tmp_path, datasets, **how, epochs=2)
+    longer.load_state_dict(state)
+    assert list(longer)
 
 
 def test_micro_batches_of_a_step_dataset_stay_together(tmp_path: Path) -> None:

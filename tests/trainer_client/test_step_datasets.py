@@ -164,7 +164,26 @@ def test_the_length_counts_micro_batches(source: str, tmp_path: Path, world_size
     stream = PackedStream(source, dataset=dataset, world_size=world_size, packs_per_step=100, epochs=2)
     steps = sum(-(-size // world_size) for size in sizes)
     assert len(stream) == len(list(stream)) == 2 * steps
+    assert stream.num_optimizer_steps == 2 * len(sizes)
     assert stream.num_left_over() == 0
+    stream = PackedStream(source, dataset=dataset, world_size=world_size, epochs=2)
+    stream.skip([1, 3])
+    stream.skip([4], epoch=1)
+    assert stream.num_optimizer_steps == 2 * len(sizes) - 3
+    batches = list(stream)
+    assert len(stream) == len(batches)
+    assert sum(batch.step_done for batch in batches) == 2 * len(sizes) - 3
+
+
+def test_the_length_within_an_epoch_after_a_change_of_world_size(source: str, tmp_path: Path) -> None:
+    dataset = build_step_dataset(tmp_path, numbered_packs(14), [3, 1, 4, 4, 2])
+    stream = PackedStream(source, dataset=dataset)
+    for _ in itertools.islice(stream, 2):  # of the first optimiser step
+        pass
+    other = PackedStream(source, dataset=dataset, world_size=3)
+    other.load_state_dict(stream.state_dict())
+    assert len(other) == 2 + len(list(other)) == 2 + 1 + 1 + 2 + 2 + 1
+    assert other.num_optimizer_steps == 5
 
 
 def test_an_empty_dataset_is_told(source: str, tmp_path: Path) -> None:

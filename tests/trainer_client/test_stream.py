@@ -264,7 +264,7 @@ def test_f32_what_was_fetched_but_not_taken_is_not_lost(source: str, tmp_path: P
 def test_f33_state_at_the_end_of_an_epoch_opens_the_next(source: str, tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
     whole = taken(PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=7))
-    for epochs in (1, 2, None):
+    for epochs in (2, 3, None):
         stream = PackedStream(source, dataset=dataset, epochs=epochs, shuffle_seed=7)
         assert take(stream, 4) == whole[:4]
         state = stream.state_dict()
@@ -279,12 +279,12 @@ def test_f33_also_where_the_end_was_not_known_when_the_state_was_saved(source: s
     packs = numbered_packs(4)
     dataset = start_dataset(tmp_path, identity="growing")
     commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
-    stream = PackedStream(source, dataset=dataset, shuffle_seed=7)
+    stream = PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=7)
     assert take(stream, 4) == [0, 1, 2, 3]
     state = stream.state_dict()
     assert (state["epoch"], state["packs"]) == (0, 4)  # more may come
     finish_dataset(tmp_path, dataset, 1, packs)
-    resumed = PackedStream(source, dataset=dataset, shuffle_seed=7)
+    resumed = PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=7)
     resumed.load_state_dict(state)
     assert sorted(taken(resumed)) == [0, 1, 2, 3]
     assert resumed.state_dict()["epoch"] == 2
@@ -294,12 +294,115 @@ def test_an_end_found_out_while_waiting_makes_no_empty_iteration(source: str, tm
     packs = numbered_packs(4)
     dataset = start_dataset(tmp_path, identity="growing")
     commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
-    stream = PackedStream(source, dataset=dataset)
+    stream = PackedStream(source, dataset=dataset, epochs=2)
     assert take(stream, 4) == [0, 1, 2, 3]
     timer = threading.Timer(0.3, finish_dataset, (tmp_path, dataset, 1, packs))
     timer.start()
     assert sorted(taken(stream)) == [0, 1, 2, 3]
     timer.join()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_run_that_came_to_its_end_gives_nothing_more_when_resumed(
+    source: str, tmp_path: Path, epochs: int, caplog: Any
+) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    whole = taken(PackedStream(source, dataset=dataset, epochs=5))
+    stream = PackedStream(source, dataset=dataset, epochs=epochs)
+    last = [batch.state for batch in stream][-1]
+    for state in (stream.state_dict(), last):
+        resumed = PackedStream(source, dataset=dataset, epochs=epochs)
+        resumed.load_state_dict(json.loads(json.dumps(state)))
+        caplog.clear()
+        assert taken(resumed) == []
+        assert f"nothing is left, the stream stands at epoch {epochs} and ends there" in caplog.text
+        assert resumed.state_dict() == stream.state_dict()
+        assert len(resumed) == 4 * epochs
+        # More is to be asked for: by more epochs, or by iterating once more.
+        more = PackedStream(source, dataset=dataset, epochs=5)
+        more.load_state_dict(state)
+        assert taken(more) == whole[4 * epochs :]
+        assert taken(resumed) == taken(PackedStream(source, dataset=dataset, epochs=2 * epochs))[4 * epochs :]
+
+
+def test_a_loop_of_one_for_an_epoch_goes_on_at_the_end_of_an_epoch(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    whole = taken(PackedStream(source, dataset=dataset, epochs=3))
+    for stop in range(1, 12):
+        for by_set_epoch in (False, True):
+            stream = PackedStream(source, dataset=dataset)
+            seen = []
+            while len(seen) < stop:
+                seen += take(stream, stop - len(seen))
+            state = json.loads(json.dumps(stream.state_dict()))
+            stream = PackedStream(source, dataset=dataset)
+            stream.load_state_dict(state)
+            if by_set_epoch:
+                for epoch in range(stream.epoch, 3):
+                    stream.set_epoch(epoch)
+                    seen += taken(stream)
+            else:
+                while stream.epoch < 3:
+                    seen += taken(stream)
+            assert seen == whole
+            assert stream.epoch == 3
+
+
+def test_set_epoch_never_goes_back(source: str, tmp_path: Path) -> None:
+    """Frameworks that resume count epochs from 0 again."""
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    whole = taken(PackedStream(source, dataset=dataset, epochs=4))
+    stream = PackedStream(source, dataset=dataset)
+    stream.load_state_dict({**stream.state_dict(), "epoch": 1, "packs": 2, "step": 2, "until_epoch": 2})
+    stream.set_epoch(0)
+    assert taken(stream) == whole[6:8]
+    stream.set_epoch(3)
+    assert taken(stream) == whole[12:]
+
+
+def test_the_length_after_a_change_of_world_size_within_an_epoch(source: str, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(11), packs_per_shard=5)
+    stream = PackedStream(source, dataset=dataset, world_size=4, epochs=2)
+    assert (len(stream), stream.num_left_over()) == (4, 3)
+    next(iter(stream))  # 7 packs are left
+    state = stream.state_dict()
+    for world_size, tail, steps, left_over in [(3, "drop", 2, 1), (2, "pad", 4, 0), (4, "drop", 1, 3)]:
+        other = PackedStream(source, dataset=dataset, world_size=world_size, epochs=2, tail=tail)
+        whole = len(other)
+        other.load_state_dict(state)
+        assert other.num_left_over() == left_over
+        assert len(other) == other.num_optimizer_steps == 1 + steps + whole // 2
+        assert len(list(other)) == steps + whole // 2
+
+
+def test_a_state_from_beyond_the_end_is_refused_with_both_numbers(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(5)
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=5)
+    stream = PackedStream(source, dataset=dataset)
+    state = stream.state_dict()
+    with pytest.raises(StateMismatch, match=r"packs 5.*packs 500.*ends at pack 5") as caught:
+        stream.load_state_dict({**state, "packs": 500, "step": 500})
+    assert (caught.value.wanted, caught.value.found) == (5, 500)
+    assert taken(stream) == list(range(5))  # as if it had not been tried
+    # A last step that was filled up before the end was known counts its fillers.
+    padded = PackedStream(source, dataset=dataset, world_size=4, tail="pad", epochs=2)
+    padded.load_state_dict({**padded.state_dict(), "packs": 8, "step": 2})
+    assert padded.epoch == 1
+    with pytest.raises(StateMismatch):
+        padded.load_state_dict({**padded.state_dict(), "epoch": 0, "packs": 9, "step": 2})
+
+
+def test_a_state_from_beyond_an_end_that_is_known_later_is_refused_when_it_is(
+    source: str, tmp_path: Path
+) -> None:
+    packs = numbered_packs(4)
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
+    stream = PackedStream(source, dataset=dataset, epochs=2)
+    stream.load_state_dict({**stream.state_dict(), "packs": 7, "step": 7})
+    finish_dataset(tmp_path, dataset, 1, packs)
+    with pytest.raises(StateMismatch, match=r"packs 4.*packs 7"):
+        list(stream)
 
 
 def test_a_state_of_another_dataset_or_seed_is_refused_with_both(source: str, tmp_path: Path) -> None:
