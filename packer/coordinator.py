@@ -15,8 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from packer import sources
-from packer.manifest import Manifest, ManifestError, dataset_key, lock_key, write_commit
+from packer import logs, sources
+from packer.manifest import (
+    Commit,
+    Manifest,
+    ManifestError,
+    dataset_key,
+    lock_key,
+    read_origin,
+    write_commit,
+    write_origin,
+)
 from packer.packing import partition_multiple
 from packer.pipeline import pack_partition
 from packer.report import report, total
@@ -131,6 +140,8 @@ def pack(
         if manifest.finished is not None:
             return manifest.finished["report"]
         store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
+        if not read_origin(store, job.dataset):
+            write_origin(store, job.dataset)
         store.delete(f"{key}/failed.json")
         store.sweep(key)
         try:
@@ -204,19 +215,52 @@ def _run(
     tell: Callable[[], None],
 ) -> None:
     running: dict[int, int] = {}  # task: partition
+    done_by: dict[int, Done] = {}  # of partitions that wait for their turn
     while not window.done:
         _stop_if(cancel)
         window.size = _window_size(runner)  # a cluster may have grown or shrunk
-        for partition in window.to_start():
-            running[tasks.submit(pack_partition, job, partition, partitions[partition], store)] = partition
+        for number in window.to_start():
+            with logs.using({"partition": number}):
+                task = tasks.submit(_pack_one, job, number, partitions[number], store)
+                log.debug("partition %d is handed out", number)
+            running[task] = number
         for done in tasks.wait(0.5):
-            _take(window, partitions[running.pop(done.task)], done)
+            number = running.pop(done.task)
+            done_by[number] = done
+            with logs.using({"partition": number}):
+                _take(window, partitions[number], done)
         if ready := window.to_commit():
-            for _, commit in ready:
+            for number, commit in ready:
                 write_commit(store, job.dataset, commit)
+                with logs.using({"partition": number}):
+                    _log_commit(commit, done_by.pop(number))
             tell()
         if (failure := window.failure()) is not None:
             raise failure
+
+
+def _pack_one(job: Job, number: int, partition: sources.Partition, store: LocalStore) -> Commit:
+    """pack_partition, told in the worker's log."""
+    log.info(
+        "partition %d begins: examples %d to %d in stream order", number, partition.start, partition.stop - 1
+    )
+    commit = pack_partition(job, number, partition, store)
+    log.info("partition %d is packed, to be committed: %d shards", number, len(commit.shards))
+    return commit
+
+
+def _log_commit(commit: Commit, done: Done) -> None:
+    log.info(
+        "partition %d is committed: %d of %d rows in %d packs, %d tokens, %.2f s on %s",
+        commit.partition,
+        commit.counters["rows_packed"],
+        commit.counters["rows_in"],
+        commit.counters["num_packs"],
+        commit.counters["tokens_packed"],
+        done.seconds,
+        done.worker,
+        extra={"worker": done.worker},
+    )
 
 
 def _take(window: Window, partition: sources.Partition, done: Done) -> None:
@@ -225,11 +269,12 @@ def _take(window: Window, partition: sources.Partition, done: Done) -> None:
         window.succeeded(number, done.value)
     elif isinstance(error, WorkerDied):
         if window.stumbled(number, _killed(partition, error)):
-            log.warning("partition %d is tried again: %s", number, error, extra={"partition": number})
+            log.warning("partition %d is tried again: %s", number, error)
     elif isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft):
         if window.stumbled(number, error):
-            log.warning("partition %d is tried again: %s", number, error, extra={"partition": number})
+            log.warning("partition %d is tried again: %s", number, error)
     else:
+        log.info("partition %d failed: %s", number, error)  # an error once all before it are committed
         window.failed(number, error)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,6 +27,8 @@ from packer.store import LocalStore
 # The row index of a dataset: `shard`, and the optimiser step of the pack under strategy "step" (else -1).
 ROWS = np.dtype([("shard", "<i4"), ("step", "<i8"), *ROW_INDEX.descr])
 
+
+ORIGIN = "origin.json"  # when a dataset was first asked for, and by which request; nothing depends on it
 
 # What each of a dataset's JSON files holds at least.
 _NEEDED = {
@@ -78,6 +81,23 @@ def shard_key(dataset: str, partition: int, number: int) -> str:
 def lock_key(dataset: str) -> str:
     """Held by the process that packs the dataset."""
     return f"locks/{dataset}"
+
+
+def write_origin(store: LocalStore, dataset: str, *, request_id: str | None = None) -> None:
+    """Note that a dataset is asked for now. The time of its first request stays, where there is one."""
+    created = read_origin(store, dataset).get("created")
+    created = created or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    about = {"created": created, "request_id": request_id}
+    store.put(dataset_key(dataset, ORIGIN), json.dumps(about).encode())
+
+
+def read_origin(store: LocalStore, dataset: str) -> dict[str, Any]:
+    """`created` (UTC) and `request_id`; empty where that is not known: it is for people alone."""
+    try:
+        found = json.loads(store.get(dataset_key(dataset, ORIGIN)))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def shard_rows(shard: int, index: np.ndarray, steps: np.ndarray | None = None) -> np.ndarray:

@@ -5,6 +5,7 @@ A store is a folder (an object store gets the same verbs). An object that can be
 "/" between the parts.
 
     datasets/<id>/spec.json                 the resolved spec (packer.spec)
+    datasets/<id>/origin.json               when it was asked for, and by which request
     datasets/<id>/commits/000000.arrow      one a committed partition, in order (packer.manifest)
     datasets/<id>/finished.json             the report; last of all
     datasets/<id>/failed.json               why packing stopped; gone when it goes on

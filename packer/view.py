@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from packer.manifest import Manifest, lock_key
+from packer.manifest import Manifest, lock_key, read_origin
 from packer.report import total
 from packer.store import LocalStore
 
@@ -12,7 +12,8 @@ _SHOWN = ("rows_in", "rows_packed", "tokens_packed", "num_packs", "num_shards")
 
 
 def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = None) -> dict[str, Any] | None:
-    """`id, name, state, progress, report, error` of a dataset; None where the store has none of that id.
+    """The contract's view of a dataset (`id, name, state, progress, report, error`), `spec`, `warnings`, and
+    `created` and `request_id` of who asked for it; None where the store has none of that id.
 
     state: "ready" (all committed), "failed", "packing" (some process holds its lock), else "queued".
     A manifest that was read before is refreshed and spares reading its commits again.
@@ -32,6 +33,8 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
     plan = manifest.read_json("plan.json") or {"num_partitions": None}
     counters = total(manifest.counters)
     progress = {name: getattr(counters, name) for name in _SHOWN}
+    progress["num_bytes"] = sum(shard.num_bytes for shard in manifest.shards)
+    origin = read_origin(store, dataset)
     return {
         "id": dataset,
         "name": document["spec"]["name"],
@@ -44,6 +47,8 @@ def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = No
         },
         "report": manifest.finished["report"] if manifest.finished else None,
         "error": failed,
+        "created": origin.get("created"),
+        "request_id": origin.get("request_id"),
         "warnings": document.get("warnings", []),
         "spec": document["spec"],
     }

@@ -15,7 +15,8 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from packer.manifest import dataset_key, lock_key
+from packer import logs
+from packer.manifest import dataset_key, lock_key, write_origin
 from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
 from packer.store import LocalStore, NoSpaceLeft
 from service import problems, uploads
@@ -55,7 +56,7 @@ async def post_dataset(
         raise problems.read_only()
     spec = _parse(await _body(request, service.settings.max_spec_bytes))
     job = await service.long_in_thread(_resolve, spec, service)
-    is_new = await service.long_in_thread(_register, job, service.store)
+    is_new = await service.long_in_thread(_register, job, service.store, logs.request_id.get())
     if is_new:
         service.scheduler.submit(job.dataset)
     feed = await service.feeds.get(job.dataset)
@@ -108,7 +109,7 @@ def _resolve(spec: Spec, service: Service) -> Job:
         raise problems.bad_spec(getattr(error, "field", None) or "tokenizer.path", str(error)) from error
 
 
-def _register(job: Job, store: LocalStore) -> bool:
+def _register(job: Job, store: LocalStore, request_id: str | None) -> bool:
     """Make the dataset known to all replicas. Returns whether there is work to do that nobody had."""
     spec, failed = (dataset_key(job.dataset, name) for name in ("spec.json", "failed.json"))
     stopped = [key for key in (failed, cancelled_key(job.dataset)) if store.exists(key)]
@@ -116,6 +117,7 @@ def _register(job: Job, store: LocalStore) -> bool:
         return False
     for key in stopped:  # what is committed stays and is not packed again
         store.delete(key)
+    write_origin(store, job.dataset, request_id=request_id)
     if not store.exists(spec):
         store.put(spec, canonical_json(job_to_document(job)))
     return True

@@ -189,6 +189,8 @@ class Feed:
                 "progress": {},
                 "report": None,
                 "error": _damage(error),
+                "created": None,
+                "request_id": None,
             }
         if view is not None and self._store.exists(cancelled_key(self.dataset)):
             view["state"] = "cancelled"

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from packer.logs import request_id
 from packer.store import NoSpaceLeft, StoreError
 from service.schemas import ProblemModel
 
@@ -46,6 +47,8 @@ class Problem(Exception):
         body = {"type": _URN + self.type, "title": self.title, "status": self.status, "detail": self.detail}
         if self.field:
             body["field"] = self.field
+        if name := request_id.get():
+            body["request_id"] = name
         return JSONResponse(
             body, status_code=self.status, headers=self.headers, media_type="application/problem+json"
         )
@@ -148,7 +151,7 @@ def unsatisfiable_range(num_bytes: int, headers: Mapping[str, str]) -> Problem:
 
 
 def internal() -> Problem:
-    detail = "the service met an error of its own; its log has the traceback under this X-Request-Id"
+    detail = "the service met an error of its own; its log has the traceback under this request_id"
     return Problem("internal", 500, "Internal error", detail)
 
 

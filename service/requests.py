@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import re
 import time
@@ -11,18 +10,24 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from packer.logs import request_id
 from service import problems
 from service.metrics import Metrics
 
 log = logging.getLogger("padfree.access")
 
-# The id of the request that is being handled; the log formatters read it.
-request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
-# The dataset that a request or a packing thread is about; likewise.
-dataset_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("dataset_id", default=None)
-
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-_QUIET = frozenset({"/healthz", "/readyz", "/metrics"})  # asked for every few seconds
+# Asked for every few seconds by probes, scrapers, pages and waiting clients: told at level debug.
+_POLLED = frozenset(
+    {
+        "/healthz",
+        "/readyz",
+        "/metrics",
+        "/v1/datasets",
+        "/v1/datasets/{dataset}",
+        "/v1/datasets/{dataset}/shards",
+    }
+)
 
 
 class RequestContext:
@@ -46,6 +51,15 @@ class RequestContext:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["X-Request-Id"] = name
+                if _route(scope).endswith("/stream"):  # the line at its end may be days away
+                    log.info(
+                        "%s %s?%s begins: %d",
+                        scope["method"],
+                        scope["path"],
+                        _query(scope),
+                        status,
+                        extra=_about(scope),
+                    )
             else:
                 num_bytes += len(message.get("body", b""))
             await send(message)
@@ -62,17 +76,30 @@ class RequestContext:
             request_id.reset(token)
 
     def _tell(self, scope: Scope, status: int, num_bytes: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "none")
+        route = _route(scope)
         self._metrics.requests.labels(route, scope["method"], str(status)).inc()
         if not route.endswith("/stream"):
             self._metrics.request_seconds.labels(route).observe(seconds)
+        is_poll = scope["method"] in ("GET", "HEAD") and route in _POLLED and 0 < status < 400
         log.log(
-            logging.DEBUG if scope["path"] in _QUIET else logging.INFO,
+            logging.DEBUG if is_poll else logging.INFO,
             "%s %s %d, %d bytes, %.1f ms",
             scope["method"],
             scope["path"],
             status,
             num_bytes,
             seconds * 1000,
-            extra={"dataset": scope.get("path_params", {}).get("dataset")},
+            extra=_about(scope),
         )
+
+
+def _route(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "none")
+
+
+def _query(scope: Scope) -> str:
+    return scope.get("query_string", b"").decode("latin-1")
+
+
+def _about(scope: Scope) -> dict[str, str | None]:
+    return {"dataset": scope.get("path_params", {}).get("dataset")}

@@ -11,15 +11,16 @@ import json
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable
 
-from packer.manifest import Manifest, dataset_key, list_datasets
+from packer import logs
+from packer.manifest import Manifest, dataset_key, list_datasets, read_origin
 from packer.runners import Runner
 from packer.spec import Job, SpecError, job_from_document
 from packer.store import LocalStore
 from service.feeds import cancelled_key
 from service.metrics import Metrics
-from service.requests import dataset_id, request_id
 from service.tasks import CountedRunner
 
 log = logging.getLogger("padfree.service")
@@ -50,7 +51,7 @@ class Scheduler:
         self.runner_state = "ok" if self._runner is not None else "starting"
         self._change = threading.Condition()
         self._queue: list[str] = []
-        self._asked_by: dict[str, str] = {}  # dataset: the request that submitted it, for the log
+        self._asked_by: dict[str, str] = {}  # dataset: the request that submitted it here, for the log
         self._running: dict[str, threading.Event] = {}  # dataset: its cancel
         self._settled: set[str] = set()  # datasets that need no work
         self._stopping = False
@@ -73,7 +74,7 @@ class Scheduler:
         """Pack a dataset whose spec is in the store, when its turn comes."""
         with self._change:
             self._settled.discard(dataset)
-            if name := request_id.get():
+            if name := logs.request_id.get():
                 self._asked_by[dataset] = name
             if dataset not in self._queue and dataset not in self._running:
                 self._queue.append(dataset)
@@ -170,15 +171,21 @@ class Scheduler:
                 dataset = self._queue.pop(0)
                 cancel = self._running[dataset] = threading.Event()
                 asked_by = self._asked_by.pop(dataset, None)
-            tokens = dataset_id.set(dataset), request_id.set(asked_by)
+            about = {"dataset": dataset, "job": uuid.uuid4().hex[:12]}
+            about |= self._asker(dataset, asked_by)
             try:
-                self._pack(dataset, cancel)
+                with logs.using(about):
+                    self._pack(dataset, cancel)
             finally:
-                dataset_id.reset(tokens[0])
-                request_id.reset(tokens[1])
                 with self._change:
                     del self._running[dataset]
                 self._on_commit(dataset)
+
+    def _asker(self, dataset: str, asked_by: str | None) -> dict[str, str]:
+        """The id of the request that this work is for: also after a restart, and on another replica."""
+        if asked_by is None:
+            asked_by = read_origin(self._store, dataset).get("request_id")
+        return {"request_id": asked_by} if asked_by else {}
 
     def _pack(self, dataset: str, cancel: threading.Event) -> None:
         # Imported here: a replica that only serves loads neither tokenizers nor sources.

@@ -17,6 +17,9 @@ class ProblemModel(BaseModel):
     status: int
     detail: str
     field: str | None = None
+    request_id: str | None = Field(
+        None, description="The answer's X-Request-Id, as the service's log has it."
+    )
 
 
 class DatasetView(BaseModel):
@@ -31,6 +34,8 @@ class DatasetView(BaseModel):
     report: dict[str, Any] | None = Field(None, description="Set once the dataset is ready; adds up.")
     error: dict[str, Any] | None = Field(None, description="Why packing failed: title, detail, field.")
     warnings: list[str] = Field([], description="What should be known of the spec before training on it.")
+    created: str | None = Field(None, description="When it was first asked for, UTC.")
+    request_id: str | None = Field(None, description="Of the request that asked for it last.")
 
 
 class DatasetList(BaseModel):

@@ -14,18 +14,26 @@ class WorkerDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A task that ended: with a value, or with the error it raised (WorkerDied if it could not end)."""
+    """A task that ended: with a value, or with the error it raised (WorkerDied if it could not end).
+
+    worker, seconds: the process that did it (host/pid), and how long that took; "" where it failed.
+    """
 
     task: int
     value: Any = None
     error: BaseException | None = None
+    worker: str = ""
+    seconds: float = 0.0
 
 
 class Tasks(Protocol):
     """The running tasks of one job."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> int:
-        """Start `function(*args)`; both must be picklable. Returns the task's number."""
+        """Start `function(*args)`; both must be picklable. Returns the task's number.
+
+        What it logs carries the ids that are in use here (packer.logs).
+        """
         ...
 
     def wait(self, timeout_s: float) -> list[Done]:

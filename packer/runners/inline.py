@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import Context, copy_context
 from typing import Any
 
+from packer import logs
 from packer.runners.base import Done
 
 
@@ -32,19 +35,22 @@ class InlineRunner:
 
 class _InlineTasks:
     def __init__(self) -> None:
-        self._queue: deque[tuple[int, Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._queue: deque[tuple[int, Context, Callable[..., Any], tuple[Any, ...]]] = deque()
         self._next = 0
 
     def submit(self, function: Callable[..., Any], *args: Any) -> int:
         self._next += 1
-        self._queue.append((self._next, function, args))
+        self._queue.append((self._next, copy_context(), function, args))
         return self._next
 
     def wait(self, timeout_s: float) -> list[Done]:  # runs the next, however long
         if not self._queue:
             return []
-        task, function, args = self._queue.popleft()
+        task, context, function, args = self._queue.popleft()
+        since = time.monotonic()
         try:
-            return [Done(task=task, value=function(*args))]
+            value = context.run(function, *args)
+            seconds = time.monotonic() - since
+            return [Done(task=task, value=value, worker=logs.this_worker(), seconds=seconds)]
         except Exception as error:  # handed on, whatever it is: the coordinator decides
             return [Done(task=task, error=error)]

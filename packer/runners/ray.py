@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import shutil
@@ -26,8 +27,11 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 import ray
 from ray import exceptions
 
+from packer import logs
 from packer.runners import leftovers
 from packer.runners.base import Done, WorkerDied
+
+log = logging.getLogger("padfree.worker")
 
 # One task a core: the libraries' own threads would only get in each other's way.
 _WORKER_ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -35,8 +39,18 @@ _OBJECT_STORE_BYTES = 256 << 20  # tasks return metadata; shards go to the store
 
 
 @ray.remote(num_cpus=1, max_retries=0)
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
+def _call(ids: dict[str, Any], function: Callable[..., Any], *args: Any) -> tuple[Any, str, float]:
+    """On a worker: the value, this process and the seconds. Logs to the worker's file of Ray."""
+    logs.configure_worker()
+    since = time.monotonic()
+    with logs.using(ids):
+        try:
+            value = function(*args)
+        except Exception as error:
+            expected = isinstance(error, ValueError | OSError)
+            log.error("%s: %s", type(error).__name__, error, exc_info=not expected)
+            raise
+    return value, logs.this_worker(), time.monotonic() - since
 
 
 class RayRunner:
@@ -153,7 +167,7 @@ class _RayTasks:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> int:
         self._next += 1
-        self._running[_call.remote(function, *args)] = self._next
+        self._running[_call.remote(logs.ids(), function, *args)] = self._next
         return self._next
 
     def wait(self, timeout_s: float) -> list[Done]:
@@ -172,7 +186,8 @@ class _RayTasks:
     def _done(self, ref: Any) -> Done:
         task = self._running.pop(ref)
         try:
-            return Done(task=task, value=ray.get(ref))
+            value, worker, seconds = ray.get(ref)
+            return Done(task=task, value=value, worker=worker, seconds=seconds)
         except exceptions.RayTaskError as error:
             return Done(task=task, error=error.cause if isinstance(error.cause, Exception) else error)
         except exceptions.RayError as error:

@@ -10,9 +10,9 @@ import pytest
 from packs import build_dataset, numbered_packs, start_dataset
 from serving import messages, packs_by_arrow, running, spawned, wait_for
 
+from packer.logs import request_id
 from service import logs
 from service.health import check_store
-from service.requests import request_id
 from service.settings import Settings
 from trainer_client import PackedStream
 

@@ -9,10 +9,10 @@ import pytest
 from packs import build_dataset, numbered_packs, random_packs
 from serving import running, wait_for
 
+from packer.logs import dataset_id, request_id
 from packer.runners import InlineRunner, WorkerDied
 from service import logs
 from service.metrics import Metrics
-from service.requests import dataset_id, request_id
 from service.settings import Settings
 from service.tasks import CountedRunner
 
