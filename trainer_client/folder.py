@@ -32,7 +32,7 @@ class FolderTransport:
     """Reads commits and shards of one dataset from a store."""
 
     def __init__(self, root: str | os.PathLike[str], dataset: str, *, timeout_s: float) -> None:
-        self.dataset = dataset
+        self.dataset, self.label = dataset, f"dataset {dataset}"
         self._root = Path(root)
         self._store = LocalStore(root)
         self._manifest = Manifest(self._store, dataset)

@@ -153,7 +153,7 @@ class Reader:
 
     def _retry(self) -> Retry:
         return Retry(
-            what=f"dataset {self.transport.dataset}",
+            what=self.transport.label,
             timeout_s=self.timeout_s,
             cancelled=self.cancelled,
             meter=self.meter,
@@ -252,9 +252,9 @@ class Reader:
         left_over = num_left_over(self.layout, self.split, offset=start.packs)
         if left_over:
             log.info(
-                'epoch %d of dataset %s is over; %d packs filled no step and were left out (tail="drop")',
+                'epoch %d of %s is over; %d packs filled no step and were left out (tail="drop")',
                 start.epoch,
-                self.transport.dataset,
+                self.transport.label,
                 left_over,
             )
 

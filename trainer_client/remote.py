@@ -25,7 +25,7 @@ from packer.shard import ShardError, read_stamp
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
-from trainer_client.transport import Received, Request, decode, max_tokens_of
+from trainer_client.transport import Received, Request, RequestIds, decode, max_tokens_of
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
@@ -41,13 +41,23 @@ class HttpTransport:
     """Reads one dataset's stream from a service.
 
     `silence_s`: after so long without a byte the connection is taken for dead and opened again.
+    `ids`: each request is sent under one of them (X-Request-Id), and errors name it.
     """
 
-    def __init__(self, url: str, dataset: str, *, token: str | None = None, silence_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        dataset: str,
+        *,
+        token: str | None = None,
+        silence_s: float = 60.0,
+        ids: RequestIds | None = None,
+    ) -> None:
         parts = urlsplit(url)
         if not parts.hostname:
             raise ValueError(f"a url like http://host:8000 is required, found {url!r}")
-        self.dataset = dataset
+        self.dataset, self._ids = dataset, ids or RequestIds()
+        self.label = f"dataset {dataset} (stream {self._ids.stream})"
         self._url = (
             f"{parts.scheme}://{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
         )
@@ -114,11 +124,12 @@ class HttpTransport:
         """A JSON answer about the dataset."""
         connection = self._connect(_ASK_S)
         try:
-            connection.request("GET", self._path + what, headers=self._headers)
+            headers = self._numbered_headers()
+            connection.request("GET", self._path + what, headers=headers)
             response = connection.getresponse()
             body = response.read()
             if response.status != 200:
-                raise self._problem(response, body)
+                raise self._problem(response, body, headers["X-Request-Id"])
             return json.loads(body)
         except (*_FAULTS, ValueError) as error:
             raise Lost(f"{self._url} cannot be asked for dataset {self.dataset}: {_shown(error)}") from error
@@ -144,7 +155,9 @@ class HttpTransport:
                 self._drop()
 
     def fresh(self) -> HttpTransport:
-        other = HttpTransport(self._given_url, self.dataset, token=self._token, silence_s=self._silence_s)
+        other = HttpTransport(
+            self._given_url, self.dataset, token=self._token, silence_s=self._silence_s, ids=self._ids
+        )
         other._layout = self._layout
         return other
 
@@ -156,6 +169,9 @@ class HttpTransport:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
+    def _numbered_headers(self) -> dict[str, str]:
+        return {**self._headers, "X-Request-Id": self._ids.next()}
+
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=timeout_s)
@@ -166,7 +182,8 @@ class HttpTransport:
         try:
             if self._connection is None:
                 self._connection = self._dial()
-            self._connection.request("GET", target, headers=self._headers)
+            headers = self._numbered_headers()
+            self._connection.request("GET", target, headers=headers)
             response = self._connection.getresponse()
         except _FAULTS as error:
             self._drop()
@@ -176,7 +193,7 @@ class HttpTransport:
         if response.status != 200:
             body = _quietly_read(response)
             self._drop()
-            raise self._problem(response, body)
+            raise self._problem(response, body, headers["X-Request-Id"])
         return response
 
     def _dial(self) -> http.client.HTTPConnection:
@@ -257,14 +274,15 @@ class HttpTransport:
 
     # -------------------------------------------------------------- errors
 
-    def _problem(self, response: http.client.HTTPResponse, body: bytes) -> Exception:
-        """What an error status means, as the exception to raise."""
+    def _problem(self, response: http.client.HTTPResponse, body: bytes, request_id: str) -> Exception:
+        """What an error status means, as the exception to raise. It names the request."""
         problem: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
             found = json.loads(body)
             problem = found if isinstance(found, dict) else {}
         kind = str(problem.get("type", "")).rpartition(":")[2]
         detail = str(problem.get("detail") or body[:200].decode(errors="replace") or response.reason)
+        detail += f" (request {request_id})"
         if kind == "unknown-dataset":
             return UnknownDataset(f"{self._url}: {detail}")
         if kind in ("dataset-failed", "dataset-cancelled"):

@@ -43,7 +43,7 @@ from trainer_client.errors import (
 )
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
-from trainer_client.transport import Transport, open_transport
+from trainer_client.transport import RequestIds, Transport, open_transport
 
 log = logging.getLogger(__name__)
 
@@ -122,15 +122,16 @@ class PackedStream:
 
     def _start(self) -> None:
         """What is made anew in each process."""
+        self._ids = RequestIds()
         self._transport: Transport = open_transport(
-            self._source, self.dataset, token=self._token, timeout_s=self._timeout_s
+            self._source, self.dataset, token=self._token, timeout_s=self._timeout_s, ids=self._ids
         )
         self._meter = Meter()
         self._iteration = 0  # the running one; an older one must not go on
         self._prefetcher: weakref.ref[Prefetcher[PackedBatch]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_transport", "_meter", "_iteration", "_prefetcher")
+        own = ("_transport", "_ids", "_meter", "_iteration", "_prefetcher")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -349,6 +350,12 @@ class PackedStream:
         return specs.differences(mine, theirs)
 
     # -------------------------------------------------------------- the rest
+
+    @property
+    def request_id(self) -> str:
+        """The id of this stream in this process. Errors and log lines name it; the service logs each
+        request under it and a number: `3f2a….1`, `3f2a….2`, …"""
+        return self._ids.stream
 
     def stats(self) -> StreamStats:
         """What was read and how long anyone waited, over all iterations."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Generator
-from dataclasses import dataclass
+import uuid
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from packer import shard
@@ -35,10 +37,22 @@ class Received:
     num_bytes: int  # on the way, compressed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestIds:
+    """The ids under which a service logs one stream's requests: the stream's own, and a number each."""
+
+    stream: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False)
+
+    def next(self) -> str:
+        return f"{self.stream}.{next(self._numbers)}"
+
+
 class Transport(Protocol):
     """Brings packs from where they lie. One thread reads; `layout` and `close` may come from another."""
 
     dataset: str
+    label: str  # for messages: the dataset, and the stream's id where a service logs it
 
     def layout(self) -> Layout:
         """What is known of the dataset's size now. Asks no more once it is finished.
@@ -98,16 +112,21 @@ def decode(message: memoryview, header_bytes: int) -> tuple[Stamp, Pack]:
 
 
 def open_transport(
-    source: str | os.PathLike[str], dataset: str, *, token: str | None, timeout_s: float
+    source: str | os.PathLike[str],
+    dataset: str,
+    *,
+    token: str | None,
+    timeout_s: float,
+    ids: RequestIds | None = None,
 ) -> Transport:
-    """The way to `source`. Connects to nothing yet."""
+    """The way to `source`. Connects to nothing yet. ids: of the stream that it is for."""
     from trainer_client.folder import FolderTransport
     from trainer_client.remote import HttpTransport
 
     if str(source).startswith(("http://", "https://")):
         # Long enough to be no trouble, short enough for several tries before the timeout.
         silence_s = max(0.25, min(60.0, timeout_s / 10))
-        return HttpTransport(str(source), dataset, token=token, silence_s=silence_s)
+        return HttpTransport(str(source), dataset, token=token, silence_s=silence_s, ids=ids)
     if "://" in str(source):
         raise ValueError(f"source: an http(s) url or a store folder is required, found {str(source)!r}")
     return FolderTransport(source, dataset, timeout_s=timeout_s)

@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def request(
     if not args.url.startswith(("http://", "https://")):
         raise CommandError(f"--url takes a url like http://localhost:8000, found {args.url!r}", status=2)
     call = urllib.request.Request(args.url.rstrip("/") + path, method=method)
+    call.add_header("X-Request-Id", f"cli-{uuid.uuid4().hex[:12]}")
     if args.token:
         call.add_header("Authorization", f"Bearer {args.token}")
     data = None
@@ -84,6 +86,8 @@ def _problem(error: urllib.error.HTTPError) -> CommandError:
         text = f"{field}{problem['detail']}"
     except (ValueError, KeyError, TypeError):
         text = f"the service answered {error.code} {error.reason}"
+    if (name := error.headers.get("X-Request-Id")) and error.code >= 500:  # the service's log has more
+        text = f"{text} (request {name})"
     return CommandError(text, status=2 if error.code in (400, 422) else 1)
 
 

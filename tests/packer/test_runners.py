@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -68,7 +69,8 @@ def short_tmp() -> Iterator[Path]:
 
 def test_ray_runs_tasks_tells_errors_and_deaths_and_leaves_nothing(short_tmp: Path) -> None:
     code = """
-import os, signal, threading
+import os, pathlib, signal, threading
+from packer import logs
 from packer.runners import WorkerDied
 from packer.runners.ray import RayRunner
 
@@ -83,17 +85,29 @@ thread.start(); thread.join()
 runner = made[0]
 assert runner.num_workers == 1
 with runner.open() as tasks:
-    names = {tasks.submit(len, "abc"): "value", tasks.submit(int, "x"): "error", tasks.submit(die): "death"}
+    with logs.using({"request_id": "post-7", "job": "j1", "dataset": "d1", "partition": 3}):
+        failing = tasks.submit(int, "x")
+    names = {tasks.submit(len, "abc"): "value", failing: "error", tasks.submit(die): "death"}
     while names:
         for done in tasks.wait(60):
             name = names.pop(done.task)
             assert (name == "value") == (done.value == 3)
             assert (name == "error") == isinstance(done.error, ValueError), done
             assert (name == "death") == isinstance(done.error, WorkerDied), done
-print(os.environ["PADFREE_RAY_FOLDER"])
+            assert (name == "value") == (done.worker != "")
+folder = os.environ["PADFREE_RAY_FOLDER"]
+print(folder)
+for path in pathlib.Path(folder, "session_latest/logs").glob("worker-*.err"):
+    print(*(line for line in path.read_text().splitlines() if line.startswith("{")), sep="\\n")
 runner.close()
 """
-    folder = run(code, short_tmp).strip()
+    printed = run(code, short_tmp).splitlines()  # Ray tells of the death in there too
+    (folder,) = [text for text in printed if text.startswith(str(short_tmp))]
+    (line,) = [json.loads(text) for text in printed if text.startswith("{")]
+    assert (line["level"], line["logger"]) == ("error", "padfree.worker")
+    assert [line[name] for name in ("request_id", "job", "dataset", "partition")] == ["post-7", "j1", "d1", 3]
+    assert line["message"].startswith("ValueError: invalid literal")
+    assert "/" in line["worker"]
     assert list(short_tmp.iterdir()) == []
     assert marked(folder) == []
 

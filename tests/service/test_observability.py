@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import re
 import socket
+import threading
 
 import pytest
 from packs import build_dataset, numbered_packs, random_packs
@@ -15,6 +17,7 @@ from service import logs
 from service.metrics import Metrics
 from service.settings import Settings
 from service.tasks import CountedRunner
+from trainer_client import PackedStream, UnknownDataset
 
 
 def value(text: str, sample: str) -> float:
@@ -128,9 +131,78 @@ def test_packing_logs_under_the_request_that_asked_for_it(json_logs, capsys, tmp
         server.wait_for_state(dataset, "ready")
         text = server.get("/metrics").body.decode()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    told = [line for line in lines if line["logger"] == "padfree.packer"]
+    assert [line["message"].split(":")[0] for line in told] == [
+        "partition 0 begins",
+        "partition 0 is packed, to be committed",
+        "partition 0 is committed",
+    ]
     (ended,) = [line for line in lines if "ended after" in line["message"]]
-    assert (ended["request_id"], ended["dataset"]) == ("job-7", dataset)
+    for line in (*told, ended):
+        assert (line["request_id"], line["dataset"]) == ("job-7", dataset)
+    assert {line["partition"] for line in told} == {0}
+    assert len({line["job"] for line in (*told, ended)}) == 1
+    assert told[-1]["worker"].endswith(f"/{os.getpid()}")
     assert value(text, "padfree_packed_tokens_total") == 60
     assert (
         value(text, "padfree_packed_capacity_tokens_total") == value(text, "padfree_packed_packs_total") * 8
     )
+
+
+def test_packing_after_a_restart_goes_on_under_the_request(json_logs, capsys, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n' * 20)
+    spec = json.dumps({"source": {"paths": ["rows.jsonl"]}, "packing": {"max_tokens": 8}}).encode()
+    never = threading.Event()
+
+    def no_runner():
+        never.wait()
+        raise RuntimeError("no Ray here")
+
+    with running(tmp_path / "store", runner=no_runner, data_roots=(tmp_path,)) as server:
+        headers = {"X-Request-Id": "first"}
+        dataset = server.request("POST", "/v1/datasets", headers=headers, body=spec).json["id"]
+        never.set()
+    json_logs()
+    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(tmp_path,)) as server:
+        view = server.wait_for_state(dataset, "ready")
+    assert view["request_id"] == "first"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", view["created"])
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert {line["request_id"] for line in lines if line["logger"] == "padfree.packer"} == {"first"}
+
+
+def test_a_problem_names_the_request(tmp_path):
+    with running(tmp_path) as server:
+        assert server.get("/v1/datasets/none", X_Request_Id="ask-1").json["request_id"] == "ask-1"
+
+
+def test_a_stream_is_followed_from_client_to_service(json_logs, capsys, tmp_path):
+    dataset = build_dataset(tmp_path, numbered_packs(6), packs_per_shard=3)
+    json_logs()
+    with running(tmp_path) as server:
+        with PackedStream(server.url, dataset=dataset) as stream:
+            assert len(list(stream)) == 6
+            name = stream.request_id
+        other = PackedStream(server.url, dataset="0" * 32)
+        with pytest.raises(UnknownDataset, match=rf"\(request {other.request_id}\.1\)"):
+            next(iter(other))
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    mine = [line for line in lines if line.get("request_id", "").startswith(f"{name}.")]
+    begun, ended = [line for line in mine if "/stream" in line["message"]]
+    assert "begins: 200" in begun["message"]
+    assert begun["request_id"] == ended["request_id"]
+    assert begun["dataset"] == dataset
+
+
+def test_polls_are_told_at_level_debug_only(json_logs, capsys, tmp_path):
+    dataset = build_dataset(tmp_path, numbered_packs(6), packs_per_shard=3)
+    json_logs()
+    with running(tmp_path) as server:
+        one = f"/v1/datasets/{dataset}"
+        for path in ("/healthz", "/readyz", "/metrics", "/v1/datasets", one, f"{one}/shards?start=0"):
+            assert server.get(path).status == 200
+        server.get(f"{one}/shards/0")
+        server.get("/v1/datasets/none")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    told = [line["message"].split(",")[0] for line in lines if line["logger"] == "padfree.access"]
+    assert told == [f"GET {one}/shards/0 200", "GET /v1/datasets/none 404"]
