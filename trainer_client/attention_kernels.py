@@ -74,6 +74,7 @@ class Kernel:
     dropout: bool = True
     cuda_half_only: bool = True
     max_dim: int = 256
+    contains_nan: bool = True  # a NaN in one segment reaches no other
 
     def function(self) -> Any:
         """The function itself, or None where it is not installed. The package alone proves nothing:
@@ -202,6 +203,10 @@ def _log_once(name: str, call: Call) -> None:
     if key not in _logged:
         _logged.add(key)
         log.info("padfree attention runs on %s (%s, %s)", name, call.q.device.type, call.q.dtype)
+        if not KERNELS[name].contains_nan:
+            log.warning(
+                "attention on %s: a NaN or infinity in one example can reach its neighbours in the pack", name
+            )
 
 
 def _window(call: Call, none: int | None = -1) -> tuple[int | None, int | None]:
@@ -240,6 +245,11 @@ def _flash(call: Call, function: Any) -> torch.Tensor:
     out = function(call.q, call.k, v, **wanted)
     out = out[0] if isinstance(out, tuple) else out
     return out[..., :value_dim]
+
+
+@torch.compiler.disable  # its interface compiles kernels itself; traced, graphs were seen to grow without end
+def _flash4(call: Call, function: Any) -> torch.Tensor:
+    return _flash(call, function)
 
 
 def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
@@ -327,13 +337,6 @@ KERNELS = {
         attribute="flash_attn_varlen_func",
         run=_flash,
     ),
-    "flash4": Kernel(
-        needs="flash_attn.cute (FlashAttention 4)",
-        module="flash_attn.cute",
-        attribute="flash_attn_varlen_func",
-        run=_flash,
-        dropout=False,
-    ),
     "torch": Kernel(
         needs="torch.nn.attention.varlen",
         module="torch.nn.attention.varlen",
@@ -341,6 +344,16 @@ KERNELS = {
         run=_torch_varlen,
         softcap=False,
         dropout=False,
+    ),
+    "flash4": Kernel(
+        needs="flash_attn.cute (FlashAttention 4)",
+        module="flash_attn.cute",
+        attribute="flash_attn_varlen_func",
+        run=_flash4,
+        dropout=False,
+        # Seen with 4.0.0b36 on an H200: values of a tile that belong to the next segment are multiplied by
+        # weights of zero, and zero times NaN is NaN. Finite values move no bit.
+        contains_nan=False,
     ),
     "sdpa": Kernel(
         needs="torch",

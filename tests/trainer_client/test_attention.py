@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +22,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trainer_client import attention
-from trainer_client.attention_kernels import AttentionRefused
+from trainer_client import attention, attention_kernels
+from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call
 from trainer_client.batch import PackedBatch, flatten
 
 SIZES = {
@@ -206,7 +209,7 @@ def test_an_attention_mask_of_ones_changes_nothing() -> None:
 
 
 def test_a_forced_backend_is_taken_or_refused() -> None:
-    with pytest.raises(ValueError, match="one of auto, flash3, flash2, flash4, torch, sdpa"):
+    with pytest.raises(ValueError, match="one of auto, flash3, flash2, torch, flash4, sdpa"):
         attention.register(backend="fast")
     with pytest.raises(ImportError, match="flash_attn_interface"):
         attention.register(backend="flash3")
@@ -222,8 +225,6 @@ def test_a_forced_backend_is_taken_or_refused() -> None:
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    from trainer_client import attention_kernels
-
     attention_kernels._logged.clear()
     batch, model = batch_of(), model_of("llama", "padfree")
     with caplog.at_level(logging.INFO, logger="trainer_client"):
@@ -239,11 +240,6 @@ def test_a_build_that_leaves_a_feature_out_is_not_trusted_with_it(
     missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """flash-attn built without softcap takes the argument and gives wrong numbers."""
-    from dataclasses import replace
-
-    from trainer_client import attention_kernels
-    from trainer_client.attention_kernels import KERNELS, Boundaries, Call
-
     calls = []
 
     def fake_flash(
@@ -309,3 +305,32 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     again(**batch.for_transformers()).loss.backward()
     for one, two in zip(gradients(plain), gradients(again), strict=True):
         torch.testing.assert_close(one, two, atol=1e-6, rtol=0)
+
+
+def test_a_kernel_that_lets_nan_through_is_taken_when_no_other_can(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+
+    def kernel_of(name: str) -> Callable[..., torch.Tensor]:
+        def run(call: Call, function: Any) -> torch.Tensor:
+            taken.append(name)
+            return KERNELS["sdpa"].run(call, torch.nn.functional.scaled_dot_product_attention)
+
+        return run
+
+    for name in ("torch", "flash4"):
+        monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], cuda_half_only=False, run=kernel_of(name)))
+        monkeypatch.setitem(attention_kernels._functions, name, object())
+    for name in ("flash3", "flash2"):
+        monkeypatch.setitem(attention_kernels._functions, name, None)
+    monkeypatch.setattr(attention_kernels, "_logged", set())
+    q = torch.randn(1, 2, 8, 4)
+    positions = torch.arange(8)[None]
+    with caplog.at_level("INFO"):
+        attention.attend(torch.nn.Module(), q, q, q, position_ids=positions)
+        assert taken == ["torch"]
+        assert "NaN" not in caplog.text
+        attention.attend(torch.nn.Module(), q, q, q, position_ids=positions, backend="flash4")
+    assert taken == ["torch", "flash4"]
+    assert caplog.text.count("a NaN or infinity in one example can reach its neighbours") == 1
