@@ -140,12 +140,17 @@ def _digest(rows: np.ndarray, about: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def damaged(store: LocalStore, key: str, error: BaseException) -> ManifestError:
-    """What to raise for a file of a dataset that is not as it was written."""
-    return ManifestError(
-        f"{store.path(key)} is damaged ({error}); remove the dataset and pack it again: the same spec gives "
-        "the same packs"
+def repair(dataset: str) -> str:
+    """What to do about a dataset that is damaged."""
+    return (
+        f"remove it (`padfree datasets --remove {dataset}`, or DELETE) and pack it again: the same spec "
+        "gives the same packs"
     )
+
+
+def damaged(store: LocalStore, dataset: str, key: str, error: BaseException) -> ManifestError:
+    """What to raise for a file of a dataset that is not as it was written."""
+    return ManifestError(f"{store.path(key)} of dataset {dataset} is damaged ({error}); {repair(dataset)}")
 
 
 def _values(array: pa.Array, dtype: np.dtype) -> np.ndarray:
@@ -172,7 +177,7 @@ def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | Non
         if about.pop("sha256") != _digest(rows, about):
             raise ValueError("its checksum does not hold")
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise damaged(store, key, error) from error
+        raise damaged(store, dataset, key, error) from error
     return Commit(
         partition=about["partition"],
         shards=tuple(Shard(**shard) for shard in about["shards"]),
@@ -196,6 +201,7 @@ class Manifest:
     finished: dict[str, Any] | None = None  # {"report": …} once all is committed
     _rows: np.ndarray = field(default_factory=lambda: np.empty(0, ROWS))
     _num_packs: int = 0
+    _has_finished: bool = False  # finished.json was seen
 
     @property
     def num_commits(self) -> int:
@@ -226,10 +232,11 @@ class Manifest:
         for commit in self._new_commits():
             self._append(commit)
         if finished is not None:
+            self._has_finished = True
             if finished["num_partitions"] != self.num_commits:
                 raise ManifestError(
                     f"dataset {self.dataset} has {self.num_commits} of {finished['num_partitions']} commits; "
-                    "remove it and pack it again: the same spec gives the same packs"
+                    f"{repair(self.dataset)}"
                 )
             self.finished = finished
         return self.num_commits > before or finished is not None
@@ -237,6 +244,14 @@ class Manifest:
     def failed(self) -> dict[str, Any] | None:
         """Why packing stopped, or None."""
         return self.read_json("failed.json")
+
+    def is_removed(self) -> bool:
+        """Whether the dataset was removed since it was read, or is being so: what is not there is then no
+        damage. `remove_dataset` takes these before any shard."""
+        keys = [dataset_key(self.dataset, "spec.json")]
+        keys += [dataset_key(self.dataset, "finished.json")] if self._has_finished else []
+        keys += [commit_key(self.dataset, 0)] if self.counters else []
+        return not all(map(self.store.exists, keys))
 
     def spec(self) -> dict[str, Any] | None:
         return self.read_json("spec.json")
@@ -252,7 +267,7 @@ class Manifest:
             for needed in _NEEDED.get(name, ()):
                 document[needed]
         except (ValueError, KeyError, TypeError) as error:
-            raise damaged(self.store, key, error) from error
+            raise damaged(self.store, self.dataset, key, error) from error
         return document
 
     def _new_commits(self) -> Iterator[Commit]:
@@ -283,7 +298,17 @@ def step_sizes_of(rows: np.ndarray, dataset: str) -> NDArray[np.int64] | None:
     try:
         return step_sizes(rows["step"])
     except ValueError as error:
-        raise ManifestError(f"dataset {dataset}: {error}; run `padfree verify`") from error
+        raise ManifestError(f"dataset {dataset}: {error}; {repair(dataset)}") from error
+
+
+def remove_dataset(store: LocalStore, dataset: str) -> None:
+    """Remove a dataset's files. Whoever calls holds its lock.
+
+    In this order, so that a removal that is killed half-way leaves a dataset without commits, never commits
+    without shards, and that readers can tell it from damage.
+    """
+    for name in ("finished.json", "commits", "shards", "work", "spec.json", ""):
+        store.delete(dataset_key(dataset, name))
 
 
 def list_datasets(store: LocalStore) -> Sequence[str]:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from packer import logs
-from packer.manifest import dataset_key, lock_key, write_origin
+from packer.manifest import dataset_key, lock_key, remove_dataset, write_origin
 from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
 from packer.store import LocalStore, NoSpaceLeft
 from service import problems, uploads
@@ -201,11 +201,6 @@ def _remove(store: LocalStore, dataset: str) -> bool:
     with store.lock(lock_key(dataset)) as mine:
         if not mine:
             return False
-        # In this order, so that a removal that is killed half-way leaves a cancelled dataset without
-        # commits, never commits without shards.
-        for name in ("finished.json", "commits", "shards", "work"):
-            store.delete(dataset_key(dataset, name))
-        store.delete(dataset_key(dataset, "spec.json"))
-        store.delete(dataset_key(dataset))
+        remove_dataset(store, dataset)
         store.delete(cancelled_key(dataset))
     return True

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.manifest import Manifest, ManifestError, Shard, dataset_key, list_datasets
+from packer.manifest import Manifest, ManifestError, Shard, dataset_key, list_datasets, repair
 from packer.store import LocalStore
 from packer.view import dataset_view
 from service import problems
@@ -57,6 +57,7 @@ class Snapshot:
     finished: bool
     step_sizes: NDArray[np.int64] | None = None
     cancelled: bool = False
+    removed: bool = False
     stopped: dict[str, Any] | None = None
 
     @property
@@ -65,6 +66,8 @@ class Snapshot:
 
     def raise_if_stopped(self, dataset: str) -> None:
         """Raise the Problem of a dataset that cannot be served."""
+        if self.removed:
+            raise problems.dataset_removed(dataset)
         if self.cancelled:
             raise problems.dataset_cancelled(dataset)
         if self.stopped is not None:
@@ -99,6 +102,11 @@ class Feed:
     async def view(self) -> dict[str, Any] | None:
         """The contract's view of the dataset; None where the store does not have it."""
         return await self._in_thread(self._read_view)
+
+    async def damage(self, what: str) -> problems.Problem:
+        """What to answer where a file is not what the manifest says. What was removed is not damaged."""
+        removed = await self._in_thread(self._manifest.is_removed)
+        return problems.dataset_removed(self.dataset) if removed else problems.damaged(self.dataset, what)
 
     async def after(self, seen: Snapshot) -> Snapshot:
         """Wait until the dataset is not as `seen` any more. Raises the Problem unknown-dataset."""
@@ -149,20 +157,21 @@ class Feed:
     # In a thread, one at a time.
 
     def _read(self) -> Snapshot:
-        stopped, cancelled, step_sizes = None, False, None
+        stopped, removed, step_sizes = None, False, None
         try:
             self._manifest.refresh()
             step_sizes = self._manifest.step_sizes()
-            if self._manifest.finished is None:
-                gone = not self._store.exists(dataset_key(self.dataset, "spec.json"))
-                stopped = {"detail": "it was deleted"} if gone else self._manifest.failed()
-            cancelled = self._store.exists(cancelled_key(self.dataset))
+            if self._manifest.finished is None and not (removed := self._manifest.is_removed()):
+                stopped = self._manifest.failed()
         except ManifestError as error:
-            stopped = _damage(error)
+            if not (removed := self._manifest.is_removed()):
+                stopped = _damage(self.dataset, error)
+        stopped = {"detail": "it was removed"} if removed else stopped
+        cancelled = self._store.exists(cancelled_key(self.dataset))
         old, rows = self._snapshot, self._manifest.rows
         same = old is not None and (
             (old.num_packs, old.finished) == (len(rows), self._manifest.finished is not None)
-            and (old.stopped, old.cancelled) == (stopped, cancelled)
+            and (old.stopped, old.cancelled, old.removed) == (stopped, cancelled, removed)
         )
         if old is not None and same:
             return old
@@ -174,6 +183,7 @@ class Feed:
             finished=self._manifest.finished is not None,
             step_sizes=step_sizes,
             cancelled=cancelled,
+            removed=removed,
             stopped=stopped,
         )
         return self._snapshot
@@ -188,7 +198,7 @@ class Feed:
                 "state": "failed",
                 "progress": {},
                 "report": None,
-                "error": _damage(error),
+                "error": _damage(self.dataset, error),
                 "created": None,
                 "request_id": None,
             }
@@ -197,10 +207,10 @@ class Feed:
         return view
 
 
-def _damage(error: ManifestError) -> dict[str, Any]:
+def _damage(dataset: str, error: ManifestError) -> dict[str, Any]:
     log.error("%s", error)
     # Without the error's own text: it holds a path of this machine.
-    detail = "its manifest is damaged; run `padfree verify` on the store, the service's log names the file"
+    detail = f"its manifest is damaged (the service's log names the file); {repair(dataset)}"
     return {"title": "ManifestError", "detail": detail, "field": None}
 
 

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from packer.logs import request_id
+from packer.manifest import repair
 from packer.store import NoSpaceLeft, StoreError
 from service.schemas import ProblemModel
 
@@ -60,6 +61,11 @@ class Problem(Exception):
 def unknown_dataset(dataset: str) -> Problem:
     detail = f"there is no dataset {dataset}; GET /v1/datasets lists those that are there"
     return Problem("unknown-dataset", 404, "Unknown dataset", detail)
+
+
+def dataset_removed(dataset: str) -> Problem:
+    detail = f"dataset {dataset} was removed; POST its spec again to pack it: the same spec gives the same id"
+    return Problem("unknown-dataset", 404, "The dataset was removed", detail)
 
 
 def malformed_id() -> Problem:
@@ -105,7 +111,7 @@ def dataset_failed(dataset: str, reason: str, field: str | None = None) -> Probl
 
 
 def dataset_cancelled(dataset: str) -> Problem:
-    detail = f"dataset {dataset} was cancelled; POST its spec again to go on"
+    detail = f"dataset {dataset} was cancelled, or is being removed; POST its spec again to pack it"
     return Problem("dataset-cancelled", 409, "The dataset was cancelled", detail)
 
 
@@ -118,7 +124,7 @@ def dataset_too_small(dataset: str, *, num_packs: int, packs_a_step: int) -> Pro
 
 
 def damaged(dataset: str, what: str) -> Problem:
-    detail = f"dataset {dataset} is damaged: {what}; run `padfree verify` on the store"
+    detail = f"dataset {dataset} is damaged: {what}; {repair(dataset)}"
     return Problem("dataset-damaged", 500, "The dataset is damaged", detail)
 
 

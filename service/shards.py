@@ -115,8 +115,9 @@ async def get_shard(
     try:
         size = await service.in_thread(service.files.num_bytes, one.key)
     except ShardMissing as error:
+        problem = await (await service.feeds.get(dataset)).damage(f"shard {index} is not there")
         service.feeds.drop(dataset)
-        raise problems.damaged(dataset, f"shard {index} is not there") from error
+        raise problem from error
     if size != one.num_bytes:
         raise problems.damaged(dataset, f"shard {index} has {size} bytes instead of {one.num_bytes}")
     wanted = None

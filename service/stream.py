@@ -177,8 +177,9 @@ class _Stream:
                 yield b"".join((head, part)) if head else part
                 head = b""
         except (ShardMissing, ValueError) as error:  # ShardError is one
+            problem = await self._feed.damage(str(error))
             self._service.feeds.drop(self._wanted.dataset)
-            raise self._stopped(problems.damaged(self._wanted.dataset, str(error)), head) from error
+            raise self._stopped(problem, head) from error
         except OSError as error:
             raise self._stopped(problems.from_store_error(error), head) from error
         except Problem as error:

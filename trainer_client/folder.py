@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer import order
-from packer.manifest import Manifest, ManifestError, lock_key
+from packer.manifest import Manifest, ManifestError, lock_key, repair
 from packer.shard import Stamp, padding_pack
 from packer.store import LocalStore
 from trainer_client.course import Layout
@@ -108,11 +108,20 @@ class FolderTransport:
             )
         self._known = True
 
+    def _require_there(self) -> None:
+        """Raise where the dataset was removed, so that what is missing is no damage."""
+        if self._manifest.is_removed():
+            raise UnknownDataset(
+                f"dataset {self.dataset} was removed from the store {self._root}; pack it again: the same "
+                "spec gives the same packs"
+            )
+
     def _refresh(self) -> bool:
         try:
             with self._lock:
                 return self._manifest.refresh()
         except ManifestError as error:
+            self._require_there()
             raise DataDamaged(f"dataset {self.dataset}: {error}") from error
         except OSError as error:
             raise Lost(f"the store cannot be read: {error}") from error
@@ -157,8 +166,7 @@ class FolderTransport:
         manifest = self._manifest
         if failed := manifest.failed():
             raise DatasetFailed(self.dataset, _reason(failed))
-        if manifest.spec() is None:
-            raise UnknownDataset(f"dataset {self.dataset} was removed from the store {self._root}")
+        self._require_there()
         if time.monotonic() > deadline:
             raise StreamTimeout(
                 f"dataset {self.dataset} in {self._root} has {manifest.num_packs} packs, is unfinished, "
@@ -193,7 +201,7 @@ class FolderTransport:
             name = self._manifest.shards[int(row["shard"])].key
             raise DataDamaged(
                 f"pack {number} of dataset {self.dataset} ({name}, byte {start}): {error}; "
-                "run `padfree verify`"
+                f"{repair(self.dataset)}"
             ) from error
         return Received(pack=pack, stamp=stamp, num_bytes=size)
 
@@ -205,9 +213,10 @@ class FolderTransport:
         try:
             view = self._store.map(key)
         except (FileNotFoundError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            self._require_there()
             raise DataDamaged(
                 f"shard {key} of dataset {self.dataset} is not in the store {self._root} any more ({error}); "
-                "pack the dataset again"
+                f"{repair(self.dataset)}"
             ) from error
         except OSError as error:
             raise Lost(f"shard {key} cannot be read: {error}") from error

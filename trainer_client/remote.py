@@ -24,7 +24,7 @@ from packer import shard
 from packer.shard import ShardError, read_stamp
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
-from trainer_client.errors import DataDamaged, DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
+from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
 from trainer_client.transport import Received, Request, RequestIds, decode, max_tokens_of
 
 _CONNECT_S = 10.0
@@ -291,8 +291,6 @@ class HttpTransport:
             return Lost(f"{self._url} answered {response.status}: {detail}", damaged=True)
         if kind == "dataset-too-small":
             return Lost(detail)  # asked again, the dataset says how many packs it has, and that is the error
-        if kind == "dataset-damaged":  # trying again does not mend it
-            return DataDamaged(f"dataset {self.dataset}: {detail}")
         if response.status in _TRANSIENT:
             wait = response.getheader("Retry-After", "")
             return Lost(

@@ -43,7 +43,7 @@ def _remove(args: argparse.Namespace) -> None:
     if args.url:
         common.request(args, "DELETE", f"/v1/datasets/{args.remove}")
         return
-    from packer.manifest import dataset_key, list_datasets, lock_key
+    from packer.manifest import list_datasets, lock_key, remove_dataset
     from packer.store import LocalStore
 
     store = LocalStore(common.store_folder(args, must_exist=True))
@@ -54,7 +54,7 @@ def _remove(args: argparse.Namespace) -> None:
     with store.lock(lock_key(args.remove)) as mine:
         if not mine:
             raise CommandError(f"dataset {args.remove} is being packed; stop that first")
-        store.delete(dataset_key(args.remove))
+        remove_dataset(store, args.remove)
 
 
 def _print_table(views: list[dict[str, Any]]) -> None:

@@ -26,6 +26,9 @@ def run(args: argparse.Namespace) -> int:
     found = verify_store(LocalStore(common.store_folder(args, must_exist=True)), dataset=args.dataset)
     for fault in found.faults:
         print(fault, file=sys.stderr)
+    if found.faults:
+        advice = "remove what is damaged (`padfree datasets --remove ID`) and pack it again"
+        print(f"{advice}: the same spec gives the same packs", file=sys.stderr)
     if not args.json:
         print(
             f"{found.num_datasets} datasets, {found.num_shards} shards, {found.num_packs} packs: "

@@ -79,7 +79,9 @@ def test_pack_stream_list_inspect_verify(tmp_path: Path) -> None:
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
-    assert shard.name in padfree("verify", store, status=1).stderr
+    told = padfree("verify", store, status=1).stderr
+    assert shard.name in told
+    assert "pack it again" in told
     padfree("datasets", "--store", store, "--remove", view["id"])
     assert last_json(padfree("datasets", "--store", store, "--json")) == []
 

@@ -19,10 +19,10 @@ from packs import (
 from serving import messages, packs_by_arrow, running, wait_for
 
 from packer import shard
-from packer.manifest import shard_key
+from packer.manifest import dataset_key, shard_key
 from packer.store import LocalStore
 from service.feeds import cancelled_key
-from trainer_client import PackedStream
+from trainer_client import DatasetFailed, PackedStream, UnknownDataset
 
 PACKS = random_packs(29)
 
@@ -281,6 +281,33 @@ def test_a_damaged_shard_is_told_not_served(tmp_path):
         reading.join()
         assert not reading.ended
         assert reading.got == [(i, [PACKS[i]]) for i in range(len(reading.got))]
+
+
+@pytest.mark.parametrize("what", ["stream?start=4", "shards/1"])
+@pytest.mark.parametrize("gone", [("finished.json", "commits", "shards"), ("",)])
+def test_who_meets_a_removal_is_told_so_not_of_damage(tmp_path, gone, what):
+    """Of a dataset that was read before: as far as the service knows it is ready."""
+    dataset = build_dataset(tmp_path, PACKS, packs_per_shard=4)
+    with running(tmp_path) as server:
+        assert len(messages(server.stream(dataset, max_steps=1).body)) == 1
+        for name in gone:
+            LocalStore(tmp_path).delete(dataset_key(dataset, name))
+        found = problem(server.get(f"/v1/datasets/{dataset}/{what}"), 404, "unknown-dataset")
+        assert dataset in found["detail"]
+        assert "damage" not in found["detail"]
+
+
+def test_a_client_whose_dataset_is_removed_is_told_so_at_once(tmp_path):
+    dataset = build_dataset(tmp_path, PACKS, packs_per_shard=4)
+    with running(tmp_path) as server:
+        stream = PackedStream(server.url, dataset=dataset, prefetch_steps=1, timeout_s=60)
+        batches = iter(stream)
+        next(batches)
+        assert server.request("DELETE", f"/v1/datasets/{dataset}").status == 204
+        stream.close()  # what lay ready is let go
+        with pytest.raises((UnknownDataset, DatasetFailed), match=r"no dataset|removed"):
+            list(stream)
+        assert stream.stats().num_retries <= 1
 
 
 # ------------------------------------------------------------------ connections

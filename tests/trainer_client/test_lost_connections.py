@@ -17,10 +17,10 @@ import pytest
 from fake_service import FakeService, Fault
 from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
 
-from packer.manifest import Manifest
+from packer.manifest import Manifest, remove_dataset
 from packer.shard import schema_message
 from packer.store import LocalStore
-from trainer_client import DataDamaged, PackedStream, StreamRefused, StreamTimeout
+from trainer_client import DataDamaged, PackedStream, StreamRefused, StreamTimeout, UnknownDataset
 
 
 def taken(stream: Any) -> list[int]:
@@ -124,10 +124,34 @@ def test_a_damaged_shard_in_a_folder_is_named(tmp_path: Path, dataset: str) -> N
     data[len(data) // 2] ^= 0xFF
     shard.write_bytes(data)
     seen: list[int] = []
-    with pytest.raises(DataDamaged, match=rf"{shard.name}.*padfree verify"):
+    with pytest.raises(DataDamaged, match=rf"{shard.name}.*--remove {dataset}.*pack it again"):
         collect(PackedStream(tmp_path, dataset=dataset), seen)
     assert seen == list(range(len(seen)))
     assert 6 <= len(seen) < 12
+
+
+@pytest.mark.parametrize("num_gone", [1, 2, 3, 4])
+def test_a_folder_stream_that_meets_a_removal_is_told_so(
+    tmp_path: Path, dataset: str, num_gone: int, monkeypatch: Any
+) -> None:
+    """However far the removal has come."""
+    batches = iter(PackedStream(tmp_path, dataset=dataset, prefetch_steps=1))
+    assert next(batches).example_ids[0] == 0
+    removed: list[str] = []
+    delete = LocalStore.delete
+
+    def some(store: LocalStore, key: str) -> None:
+        if len(removed) < num_gone:
+            removed.append(key)
+            delete(store, key)
+
+    monkeypatch.setattr(LocalStore, "delete", some)
+    remove_dataset(LocalStore(tmp_path), dataset)
+    if num_gone < 3:  # the shards are there still
+        assert len(list(batches)) == 19
+    else:
+        with pytest.raises(UnknownDataset, match=rf"{dataset} was removed from the store {tmp_path}"):
+            list(batches)
 
 
 def test_f43_restarts_of_the_server_change_nothing(tmp_path: Path) -> None:
