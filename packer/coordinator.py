@@ -147,7 +147,11 @@ def pack(
         try:
             with runner.open() as tasks:
                 partitions = _partitions(job, store, tasks, cancel)
-                store.put(f"{key}/plan.json", canonical_json({"num_partitions": len(partitions)}))
+                plan = {
+                    "num_partitions": len(partitions),
+                    "num_examples": sources.num_examples(partitions),
+                }
+                store.put(f"{key}/plan.json", canonical_json(plan))
                 window = Window(
                     total=len(partitions), size=_window_size(runner), committed=manifest.num_commits
                 )

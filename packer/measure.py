@@ -16,9 +16,14 @@ from packer.store import LocalStore
 def token_lengths(job: Job, store: LocalStore) -> Iterator[NDArray[np.int64]]:
     """Tokens of every readable row in source order, batch by batch: (k,) int64 each; 0 for empty rows.
 
+    Of a packed dataset those of its segments: no token is read.
+
     Works in this process; what it unpacks lies in the store until the caller removes it. Raises what
     reading and rendering raise.
     """
+    if sources.is_packed(job.inputs):
+        yield sources.segment_lengths(job.inputs[0], store=store)
+        return
     fields = dict(job.spec.source.fields)
     indexes = [
         sources.index_input(one, store=store, work_key=f"work/{number}", random_access=False, fields=fields)

@@ -100,8 +100,17 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
 @functools.lru_cache(maxsize=2)
 def _cached_renderer(root: str, spec_json: bytes, tokenizer_digest: str, whole: bool) -> Renderer:
     """One renderer a worker process and dataset: loading a tokenizer takes longer than a small task."""
-    tokenizer = Tokenizer(Bundle.load(LocalStore(root), tokenizer_digest)) if tokenizer_digest else None
+    tokenizer = _load(LocalStore(root), tokenizer_digest)
     return make_renderer(parse_spec(json.loads(spec_json)), tokenizer, whole=whole)
+
+
+def _load(store: LocalStore, digest: str) -> Tokenizer | None:
+    return Tokenizer(Bundle.load(store, digest)) if digest else None
+
+
+def tokenizer_of(job: Job, store: LocalStore) -> Tokenizer | None:
+    """The tokenizer of a job, from the store; None of ready ids that brought none."""
+    return _load(store, job.tokenizer_digest)
 
 
 def renderer_of(job: Job, store: LocalStore, *, whole: bool = False) -> Renderer:
@@ -147,6 +156,8 @@ def _read_checked(
 
     Returns counters, rejected rows, rows, and why the fast encoder was given up, if it was.
     """
+    if sources.is_packed(job.inputs):
+        return (*_read_packed(partition, store), ())
     tokenizer = renderer_of(job, store).tokenizer
     known = len(tokenizer.encoder_faults) if tokenizer is not None else 0
     counters, rejected, rows = _read(job, partition, store)
@@ -204,6 +215,25 @@ def _read(
         readable=readable,
     )
     return counters, rejected, rows
+
+
+def _read_packed(
+    partition: sources.Partition, store: LocalStore
+) -> tuple[Counters, list[sources.RowError], _Rows]:
+    """The segments of a dataset that is packed anew: all of them rows, trained or not.
+
+    An example that was left out there is no row, but keeps its place, with no tokens.
+    """
+    found = sources.read_segments(partition, store=store)
+    counters = Counters(rows_in=int(np.count_nonzero(found.lengths)), tokens_in=len(found.input_ids))
+    rows = _Rows(
+        input_ids=found.input_ids,
+        loss_mask=found.loss_mask,
+        offsets=np.concatenate([[0], np.cumsum(found.lengths)]).astype(np.int64),
+        example_ids=found.example_ids,
+        locations=[found.locations],
+    )
+    return counters, [], rows
 
 
 def _stream_ids(partition: sources.Partition) -> NDArray[np.int64]:

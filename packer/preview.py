@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from packer import sources
 from packer.packing.values import Capacity
-from packer.pipeline import renderer_of
+from packer.pipeline import renderer_of, tokenizer_of
 from packer.render import Rendered
 from packer.spec import Job
 from packer.store import LocalStore
@@ -55,26 +55,42 @@ def preview(job: Job, store: LocalStore, num_examples: int, *, sample_rows: int 
 
     What it unpacks lies in the store until the caller removes it. Raises what reading and rendering raise.
     """
-    renderer = renderer_of(job, store, whole=True)
+    sample_rows = max(sample_rows, num_examples)
+    if sources.is_packed(job.inputs):
+        tokenizer = tokenizer_of(job, store)
+        batches = _packed(job, store, sample_rows)
+    else:
+        renderer = renderer_of(job, store, whole=True)
+        tokenizer = renderer.tokenizer
+        batches = ((records, renderer.render(records.rows)) for records in _records(job, store))
     examples: list[Example] = []
-    notes = _Notes(job, renderer.tokenizer)
-    for records in _batches(job, store):
-        rendered = renderer.render(records.rows)
+    notes = _Notes(job, tokenizer)
+    for records, rendered in batches:
         notes.add(rendered, num_unreadable=len(records.errors))
-        wanted = num_examples - len(examples)
-        examples += sorted(_examples(records, rendered, renderer.tokenizer), key=_place)[:wanted]
-        if notes.num_rows >= max(sample_rows, num_examples):
+        found = list(_examples(records, rendered, tokenizer))
+        if records.errors:
+            found.sort(key=_place)
+        examples += found[: num_examples - len(examples)]
+        if notes.num_rows >= sample_rows:
             break
-    return Preview(
-        examples=examples, warnings=[*renderer.warnings, *notes.warnings()], num_rows=notes.num_rows
-    )
+    return Preview(examples=examples, warnings=[*job.warnings, *notes.warnings()], num_rows=notes.num_rows)
 
 
 def _place(example: Example) -> int:
     return example.example
 
 
-def _batches(job: Job, store: LocalStore) -> Iterator[sources.Records]:
+def _packed(job: Job, store: LocalStore, num_rows: int) -> Iterator[tuple[sources.Records, Rendered]]:
+    """The first segments of a dataset that is packed anew, as if they were rendered."""
+    found = sources.first_segments(job.inputs[0], store=store, at_least=num_rows)
+    records = sources.Records(example_ids=found.example_ids, rows=[], locations=found.locations, errors=[])
+    yield (
+        records,
+        Rendered(input_ids=found.input_ids, loss_mask=found.loss_mask, lengths=found.lengths, errors=[]),
+    )
+
+
+def _records(job: Job, store: LocalStore) -> Iterator[sources.Records]:
     fields = dict(job.spec.source.fields)
     for number, one in enumerate(job.inputs):
         index = sources.index_input(

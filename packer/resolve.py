@@ -14,7 +14,7 @@ from typing import cast
 from packer import sources
 from packer.pipeline import make_renderer
 from packer.render import LOSSES
-from packer.spec import Job, Loss, Spec, SpecError, dataset_id
+from packer.spec import Job, Loss, Spec, SpecError, TokenizerSpec, dataset_id
 from packer.store import LocalStore
 from packer.tokenization import Bundle, Tokenizer
 
@@ -25,6 +25,8 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
     `roots`: folders that local paths must lie in; None allows all. Takes as long as reading the inputs
     once. Raises SpecError, SourceError, TokenizerError, RenderError.
     """
+    if sources.names_dataset(spec.source.paths):
+        return _resolve_repack(spec, store, roots)
     inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots)
     format_, fields = sources.detect_format(inputs, spec.source)
     allowed = LOSSES[format_]
@@ -61,3 +63,57 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
         ignored=tuple(ignored),
         warnings=renderer.warnings,
     )
+
+
+def _resolve_repack(spec: Spec, store: LocalStore, roots: Sequence[Path] | None) -> Job:
+    """The job that packs the segments of a dataset anew: what made them is what made them there."""
+    packed = sources.resolve_packed(spec.source.paths, store)
+    made, name = packed.job, packed.input.path
+    if spec.source.format not in ("auto", "tokens") or spec.source.fields:
+        raise SpecError(
+            "source.fields" if spec.source.fields else "source.format",
+            f"{name} holds token ids and masks, which have neither format nor fields to name; leave it out",
+        )
+    if spec.loss not in ("auto", made.spec.loss):
+        raise SpecError(
+            "loss",
+            f'what is trained was settled when {name} was packed (loss "{made.spec.loss}"), found '
+            f'"{spec.loss}"; leave it out, or pack the files anew',
+        )
+    if spec.tokenizer is not None and spec.tokenizer != made.spec.tokenizer:
+        _require_tokenizer(spec.tokenizer, made, name, roots)
+    resolved = dataclasses.replace(
+        spec,
+        source=dataclasses.replace(spec.source, paths=(name,), format="tokens"),
+        tokenizer=made.spec.tokenizer,
+        loss=made.spec.loss,
+    )
+    return Job(
+        dataset=dataset_id(resolved, inputs=(packed.input,), tokenizer_digest=made.tokenizer_digest),
+        spec=resolved,
+        inputs=(packed.input,),
+        tokenizer_digest=made.tokenizer_digest,
+        warnings=(*made.warnings, *packed.warnings),
+    )
+
+
+def _require_tokenizer(asked: TokenizerSpec, made: Job, name: str, roots: Sequence[Path] | None) -> None:
+    """Raise SpecError where a tokenizer is named that is not the one of the dataset to be repacked."""
+    theirs = made.spec.tokenizer
+    if theirs is None:
+        raise SpecError(
+            "tokenizer.path",
+            f"{name} was packed from ready ids without a tokenizer, found {asked.path!r}; leave it out",
+        )
+    bundle = Bundle.read(asked.path, revision=asked.revision, chat_template=asked.chat_template, roots=roots)
+    for field, mine, other in (
+        ("path", f"content {bundle.digest[:12]}", f"content {made.tokenizer_digest[:12]}"),
+        ("add_bos", asked.add_bos, theirs.add_bos),
+        ("add_eos", asked.add_eos, theirs.add_eos),
+    ):
+        if mine != other:
+            raise SpecError(
+                f"tokenizer.{field}",
+                f"{name} was tokenized with {theirs.path!r} ({other}), found {asked.path!r} ({mine}); "
+                "leave the tokenizer out, or pack the files anew",
+            )

@@ -95,7 +95,10 @@ class Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """One source file and what identifies its content. `reader` is how it is read: "jsonl", …"""
+    """One source file and what identifies its content. `reader` is how it is read: "jsonl", …
+
+    Of a packed dataset (dataset://ID) the reader is "dataset" and the digest its id.
+    """
 
     path: str
     num_bytes: int

@@ -142,7 +142,7 @@ class SpecModel(BaseModel):
 
     name: str | None = None
     source: SourceModel
-    tokenizer: TokenizerModel
+    tokenizer: TokenizerModel | None = None
     loss: Literal["auto", "all", "completion", "assistant"] = "auto"
     packing: PackingModel = Field(default_factory=PackingModel)
     shuffle_seed: int | None = 0

@@ -12,7 +12,15 @@ moves no byte. The checksum is taken with the room and itself zeroed, so it hold
 Errors: ShardError (a ValueError) for bytes that break a rule of the format.
 """
 
-from packer.shard.decode import decode_batch, decode_message, iter_messages, open_shard, read_packs, validate
+from packer.shard.decode import (
+    decode_batch,
+    decode_message,
+    iter_boundaries,
+    iter_messages,
+    open_shard,
+    read_packs,
+    validate,
+)
 from packer.shard.encode import END_OF_STREAM, encode_message, encode_packs, encode_shard, schema_message
 from packer.shard.layout import (
     FORMAT_VERSION,
@@ -45,6 +53,7 @@ __all__ = [
     "encode_message",
     "encode_packs",
     "encode_shard",
+    "iter_boundaries",
     "iter_messages",
     "open_shard",
     "padding_pack",

@@ -15,6 +15,7 @@ from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check
 from packer.shard.stamp import Stamp, read_stamp, verify_message
 
 _NAMES = [each.name for each in FIELDS]
+_BOUNDARIES = [_NAMES.index(name) for name in ("cu_seqlens", "example_ids")]
 _PLACES = [_NAMES.index(name) for name in ("input_ids", "loss_mask", "cu_seqlens", "example_ids")]
 
 
@@ -98,17 +99,24 @@ def iter_messages(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:
         at += header_bytes + stamp.body_bytes
 
 
-def open_shard(data: bytes | memoryview | pa.Buffer) -> pa.RecordBatchFileReader:
-    """Open the bytes of a shard file and check schema and format version. Raises ShardError."""
+def open_shard(
+    data: bytes | memoryview | pa.Buffer, *, columns: list[int] | None = None
+) -> pa.RecordBatchFileReader:
+    """Open the bytes of a shard file and check schema and format version. Raises ShardError.
+
+    columns: places of those that are to be read; None: all.
+    """
+    options = pa.ipc.IpcReadOptions(use_threads=columns is None, included_fields=columns)
     try:
-        reader = pa.ipc.open_file(pa.py_buffer(data))
+        reader = pa.ipc.open_file(pa.py_buffer(data), options=options)
     except (pa.ArrowException, OSError) as error:
         raise ShardError(f"not a readable Arrow file: {error}") from error
     found = reader.schema
     version = (found.metadata or {}).get(b"padfree.format_version", b"none").decode()
     if version != str(FORMAT_VERSION):
         raise ShardError(f"shard format version {FORMAT_VERSION} wanted, found {version}")
-    if not found.equals(pa.schema(FIELDS), check_metadata=False):
+    fields = FIELDS if columns is None else [FIELDS[place] for place in columns]
+    if not found.equals(pa.schema(fields), check_metadata=False):
         raise ShardError(f"the schema differs from the format's: {found.remove_metadata()}")
     return reader
 
@@ -118,6 +126,14 @@ def read_packs(data: bytes | memoryview | pa.Buffer) -> Iterator[Pack]:
     reader = open_shard(data)
     for index in range(reader.num_record_batches):
         yield from decode_batch(reader.get_batch(index))
+
+
+def iter_boundaries(data: bytes | memoryview) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64]]]:
+    """cu_seqlens and example_ids of every pack of a shard file, in order; tokens are not unpacked."""
+    reader = open_shard(data, columns=_BOUNDARIES)
+    for index in range(reader.num_record_batches):
+        cu, examples = reader.get_batch(index).columns
+        yield _numbers(cu.values, np.int32), _numbers(examples.values, np.int64)
 
 
 def validate(data: bytes | memoryview, *, dataset: str | None = None, max_tokens: int | None = None) -> int:

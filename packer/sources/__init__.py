@@ -6,6 +6,11 @@
     cut              partitions, a pure function of the indexes and the seed
     read_partition   batches of rows in stream order; every record is a row or a RowError
 
+and, of a packed dataset that is packed anew:
+
+    resolve_packed   dataset://ID to an input, and what made it
+    read_segments    the segments of a partition, in the place of read_partition
+
 What is a record: a line of .jsonl (\\n alone ends it; blank lines are none), an element of a .json array
 (a .json file of one object a line is read as .jsonl), a row of .csv (values are text) or of a table, and
 a whole .txt file. A record is at most 256 MiB (values.MAX_ROW_BYTES); a compressed file unpacks to at
@@ -18,8 +23,10 @@ read is no exception but a RowError. StoreError (packer.store) where the store c
 from packer.sources.detect import detect_format
 from packer.sources.files import resolve_inputs
 from packer.sources.index import index_input
-from packer.sources.partitions import cut
+from packer.sources.packed import PackedSource, is_packed, names_dataset, resolve_packed
+from packer.sources.partitions import cut, num_examples
 from packer.sources.read import read_partition
+from packer.sources.segments import Segments, first_segments, read_segments, segment_lengths
 from packer.sources.values import (
     FileIndex,
     Location,
@@ -34,15 +41,24 @@ from packer.sources.values import (
 __all__ = [
     "FileIndex",
     "Location",
+    "PackedSource",
     "Partition",
     "RecordFile",
     "Records",
     "RowError",
+    "Segments",
     "SourceError",
     "Span",
     "cut",
     "detect_format",
+    "first_segments",
     "index_input",
+    "is_packed",
+    "names_dataset",
+    "num_examples",
     "read_partition",
+    "read_segments",
     "resolve_inputs",
+    "resolve_packed",
+    "segment_lengths",
 ]

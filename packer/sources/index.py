@@ -16,8 +16,10 @@ from packer.sources.csvlines import csv_lines
 from packer.sources.identity import check_identity
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import LineIndexer
+from packer.sources.packed import READER
 from packer.sources.parse import roots
 from packer.sources.remote import is_remote
+from packer.sources.segments import index_packed
 from packer.sources.streams import Spool, Stream, blocks, changed, open_stream, spool, spool_key
 from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
 from packer.spec import InputFile
@@ -72,6 +74,8 @@ def index_input(
     the source) says which columns of a table are in use. Memory is bounded whatever the file's size.
     Raises SourceError for a file that is not what it should be, StoreError where the store is full.
     """
+    if input.reader == READER:
+        return index_packed(input, store=store, work_key=work_key)
     task = _Task(
         input=input,
         store=store,

@@ -53,6 +53,14 @@ def cut(
     ]
 
 
+def num_examples(partitions: Sequence[Partition]) -> int:
+    """What the example ids of a source are below: its records, readable or not."""
+    if not partitions:
+        return 0
+    known = partitions[0].spans[0].file.num_examples
+    return partitions[0].num_records if known is None else known
+
+
 def _scale(indexes: Sequence[FileIndex], firsts: np.ndarray, *, even: bool) -> tuple[np.ndarray, np.ndarray]:
     """Stream positions and how much text comes before each: marks of all files, or, shuffled, a line."""
     sizes = np.cumsum([0, *(index.file.num_bytes for index in indexes)])

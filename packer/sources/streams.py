@@ -121,7 +121,7 @@ class Spool:
         try:
             self._file.write(data)
         except OSError as error:
-            raise _not_written(error, self._path) from error
+            raise not_written(error, self._path) from error
 
 
 @contextlib.contextmanager
@@ -136,14 +136,14 @@ def spool(store: LocalStore, key: str) -> Iterator[Spool]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(temporary, "wb", buffering=MIB)  # noqa: SIM115  # closed below, before the rename
     except OSError as error:
-        raise _not_written(error, path) from error
+        raise not_written(error, path) from error
     try:
         yield Spool(file, path)
         try:
             file.close()
             os.replace(temporary, path)
         except OSError as error:
-            raise _not_written(error, path) from error
+            raise not_written(error, path) from error
     finally:
         # After the rename there is nothing of that name.
         with contextlib.suppress(OSError):
@@ -152,7 +152,8 @@ def spool(store: LocalStore, key: str) -> Iterator[Spool]:
             temporary.unlink(missing_ok=True)
 
 
-def _not_written(error: OSError, path: Path) -> StoreError:
+def not_written(error: OSError, path: Path) -> StoreError:
+    """A work file that could not be written, as an error of the store."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceLeft(
             error.errno, f"no space left to unpack a source into {path.parent}: make room and post again"

@@ -20,11 +20,13 @@ MAX_UNPACKED_BYTES = 256 << 30
 # A partition may begin at about every such many bytes of text without reading what comes before.
 MARK_BYTES = MIB
 
-# Which place in a file a number means: a line of text, a row of a table, a value of a JSON file.
-Unit = Literal["line", "row", "record"]
+# Which place in a file a number means: a line of text, a row of a table, a value of a JSON file, or of a
+# packed dataset an example.
+Unit = Literal["line", "row", "record", "example"]
 # "lines": one JSON value a line. "converted": the same, but a line that begins with "!" tells why its record
-# could not be converted. "rows": a table with row groups. "document": one text, one record.
-Layout = Literal["lines", "converted", "rows", "document"]
+# could not be converted. "rows": a table with row groups. "document": one text, one record. "segments": the
+# packs of a dataset.
+Layout = Literal["lines", "converted", "rows", "document", "segments"]
 
 # Where a file may be cut: `ordinal` of the record within its file, and how much text (`num_bytes`) comes
 # before it. To read it a reader begins at record `begin` (itself, or the first of its row group), which lies
@@ -42,7 +44,7 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a record stands. `number` counts from 1 in `unit`s."""
+    """Where a record stands. `number` counts from 1 in `unit`s; that of an "example" is its id."""
 
     file: str
     number: int
@@ -117,7 +119,8 @@ class RecordFile:
     num_bytes: int  # of text: what partitions are measured by
     mtime_ns: int  # of the input when it was indexed
     spool: str | None = None  # store key of the records, where they are not read from the input itself
-    offsets: str | None = None  # store key of an array of OFFSET
+    offsets: str | None = None  # store key of an array of OFFSET; of segments, of SEGMENT
+    num_examples: int | None = None  # of segments: what the dataset's example ids are below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,20 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token", default=os.environ.get("PADFREE_TOKEN"), help="bearer token of the service (PADFREE_TOKEN)"
     )
+
+
+@contextlib.contextmanager
+def scratch_store(args: argparse.Namespace) -> Iterator[Any]:
+    """A store for work that leaves nothing behind; for dataset:// sources the one that holds them, in which
+    nothing is written then."""
+    from packer.sources import names_dataset
+    from packer.store import LocalStore
+
+    if names_dataset(args.source):
+        yield LocalStore(store_folder(args, must_exist=True))
+        return
+    with tempfile.TemporaryDirectory(prefix="padfree-") as folder:
+        yield LocalStore(folder)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

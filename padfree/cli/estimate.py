@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
 from typing import Any
 
 from padfree.cli import common
@@ -18,6 +17,9 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--packs-per-step", type=int, default=1, metavar="N", help="packs (or mini-batches) a step (1)"
     )
+    parser.add_argument(
+        "--store", metavar="DIR", help=f"store of a dataset:// source (./{common.DEFAULT_STORE})"
+    )
     common.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -27,10 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     from packer.measure import token_lengths
     from packer.packing import estimate
-    from packer.store import LocalStore
 
-    with tempfile.TemporaryDirectory(prefix="padfree-estimate-") as folder:
-        store = LocalStore(folder)
+    with common.scratch_store(args) as store:
         job = resolve_here(spec_document(args), store)
         try:
             lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -53,14 +52,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
     from packer.preview import preview
-    from packer.store import LocalStore
 
     if args.url:
         raise CommandError("--preview works here, not at a service: leave --url out", status=2)
     if args.preview < 1:
         raise CommandError(f"--preview: at least 1 example is required, found {args.preview}", status=2)
-    with tempfile.TemporaryDirectory(prefix="padfree-preview-") as folder:
-        store = LocalStore(folder)
+    with common.scratch_store(args) as store:
         job = resolve_here(document, store)
         try:
             found = preview(job, store, args.preview)

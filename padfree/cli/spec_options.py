@@ -11,7 +11,9 @@ from padfree.cli.common import CommandError
 
 def add_spec_options(parser: argparse.ArgumentParser) -> None:
     """One option a field of the spec, under the field's name."""
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="files, folders or globs")
+    parser.add_argument(
+        "source", nargs="+", metavar="SOURCE", help="files, folders, globs, urls, or dataset://ID"
+    )
     parser.add_argument("--tokenizer", metavar="PATH", help="a folder with tokenizer.json, or a Hub id")
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     parser.add_argument("--add-bos", choices=["auto", "true", "false"], help="begin texts with BOS (auto)")

@@ -124,6 +124,21 @@ def test_f40_packing_killed_again_and_again_ends_as_the_undisturbed_run(tmp_path
     assert not list(store.rglob(".tmp-*"))
 
 
+def test_a_dataset_is_repacked_and_estimated(tmp_path: Path) -> None:
+    view = last_json(padfree("pack", GSM8K, "--tokenizer", TOKENIZER, "--json", cwd=tmp_path))
+    source = f"dataset://{view['id']}"
+    found = last_json(padfree("estimate", source, "--max-tokens", 2048, "--json", cwd=tmp_path))
+    rows = {row["name"]: row for row in found["rows"]}
+    again = last_json(padfree("pack", source, "--max-tokens", 2048, "--json", cwd=tmp_path))
+    assert again["report"]["rows_packed"] == found["num_examples"] == view["report"]["rows_packed"]
+    assert again["report"]["tokens_packed"] == rows["best_fit"]["tokens_packed"]
+    assert again["report"]["num_packs"] <= rows["best_fit"]["num_packs"] + 1
+    shown = padfree("pack", source, "--preview", 1, cwd=tmp_path).stdout
+    assert shown.startswith("example ")
+    assert len(list((tmp_path / "padfree-store" / "datasets").iterdir())) == 2
+    assert "verify" not in padfree("verify", "padfree-store", cwd=tmp_path).stderr
+
+
 def test_estimate_foretells_what_packing_gives(tmp_path: Path) -> None:
     options = [GSM8K, "--tokenizer", TOKENIZER, "--max-tokens", 2048, "--json"]
     found = last_json(padfree("estimate", *options, cwd=tmp_path))
@@ -154,6 +169,7 @@ def test_estimate_foretells_what_packing_gives(tmp_path: Path) -> None:
         (["pack", GSM8K, "--tokenizer", TOKENIZER, "--format", "text"], 1, "text"),
         (["pack"], 2, "SOURCE"),
         (["estimate", "nowhere.jsonl", "--tokenizer", TOKENIZER], 1, r"nowhere\.jsonl"),
+        (["pack", "dataset://" + "0" * 32, "--store", "."], 1, "found none of that id"),
         (["stream", "0" * 32, "--store", "."], 1, "0" * 32),
         (["verify", "no-such-store"], 2, "no-such-store"),
         (["datasets", "--url", "http://127.0.0.1:9"], 1, "no padfree service answers"),

@@ -322,3 +322,34 @@ def test_the_command_serves(tmp_path, data):
     with spawned(tmp_path / "store", data_root=data) as server:
         dataset = server.post_spec(spec).json["id"]
         assert server.wait_for_state(dataset, "ready", "failed")["state"] == "ready"
+
+
+def test_a_dataset_is_packed_anew_from_another(server, data):
+    first = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
+    ready = server.wait_for_state(first, "ready")
+    spec = {"source": {"paths": [f"dataset://{first}"]}, "packing": {"max_tokens": 64}}
+    posted = server.post_spec(spec)
+    assert posted.status == 202, posted.body
+    view = server.wait_for_state(posted.json["id"], "ready")
+    assert view["spec"]["tokenizer"] == ready["spec"]["tokenizer"]
+    for name in ("rows_packed", "tokens_packed", "tokens_trained"):
+        assert view["report"][name] == ready["report"][name]
+    assert server.post_spec(spec).status == 200
+    refused = server.post_spec({"source": {"paths": ["dataset://" + "0" * 32]}})
+    assert (refused.status, refused.json["field"]) == (422, "source.paths")
+    assert "none of that id" in refused.json["detail"]
+    refused = server.post_spec({**spec, "loss": "completion"})
+    assert (refused.status, refused.json["field"]) == (422, "loss")
+
+
+def test_a_source_that_is_not_ready_cannot_be_packed_anew(tmp_path, data):
+    runner = HeldRunner()
+    with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as server:
+        first = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
+        server.wait_for_state(first, "packing")
+        refused = server.post_spec({"source": {"paths": [f"dataset://{first}"]}})
+        assert refused.status == 422
+        assert "is not packed yet" in refused.json["detail"]
+        runner.go.set()
+        server.wait_for_state(first, "ready")
+        assert server.post_spec({"source": {"paths": [f"dataset://{first}"]}}).status == 202
