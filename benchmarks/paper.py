@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--stream", default="best_fit,minibatch", help="packings of part stream")
     run.add_argument("--backend", default="auto", help="of padfree's attention")
     run.add_argument("--loss-steps", type=int, default=250)
+    run.add_argument("--loss-runs", default="", help="of part convergence (default: all)")
     run.add_argument("--learning-rate", type=float, default=3e-4, help="of part convergence")
     run.add_argument("--stop-after", type=float, default=1e9, metavar="S", help="start nothing later")
     run.set_defaults(command=run_all)
@@ -240,7 +241,8 @@ class Run:
         from paper.convergence import RUNS, train
 
         config = TINY_LOSS_MODEL if self.args.tiny else LOSS_MODEL
-        for run in RUNS:
+        named = {run.name: run for run in RUNS}
+        for run in chosen(self.args.loss_runs or ",".join(named), named):
             if self.out_of_time:
                 break
             result = train(

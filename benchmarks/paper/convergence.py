@@ -1,8 +1,8 @@
 """Loss curves of one small model on real data: padding, `minibatch`, and packing without boundaries.
 
 Every run takes the same mini-batches in the same order from the same start; what differs is how they are
-laid out. The padded runs with rows reversed, and with another kernel, show how far rounding alone drives
-two runs apart.
+laid out. The other padded runs (rows reversed, two halves added up, another kernel, the very same once more)
+show how far rounding alone drives two runs apart.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Run:
     name: str
     title: str
     attention: str
-    layout: str  # padded, reversed, packed, unaware
+    layout: str  # padded, reversed, halves, packed, unaware
 
 
 RUNS = (
@@ -40,6 +40,8 @@ RUNS = (
     Run(name="minibatch", title="`minibatch`", attention="padfree", layout="packed"),
     Run(name="unaware", title="without boundaries", attention="flash_attention_2", layout="unaware"),
     Run(name="reversed", title="padding, rows reversed", attention="flash_attention_2", layout="reversed"),
+    Run(name="halves", title="padding, two halves", attention="flash_attention_2", layout="halves"),
+    Run(name="again", title="padding, once more", attention="flash_attention_2", layout="padded"),
     Run(name="padded_sdpa", title="padding, SDPA", attention="sdpa", layout="padded"),
 )
 
@@ -72,14 +74,16 @@ def train(
         for step, batch in enumerate(itertools.islice(stream, num_steps)):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * min(1.0, (step + 1) / _WARMUP)
-            with torch.autocast(kind, dtype=torch.bfloat16):
-                kwargs = _layout(run, batch, device)
-                loss = model(**kwargs, num_items_in_batch=batch.num_items_in_batch).loss
-            loss.backward()
+            total = 0.0
+            for kwargs in _layout(run, batch, device):
+                with torch.autocast(kind, dtype=torch.bfloat16):
+                    loss = model(**kwargs, num_items_in_batch=batch.num_items_in_batch).loss
+                loss.backward()
+                total += loss.item()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            losses.append(loss.item())
+            losses.append(total)
             if (step + 1) % _EVERY == 0 or step + 1 == num_steps:
                 model.set_attn_implementation("sdpa")  # the same kernel for every run
                 validation.append((step + 1, _validate(model, held, device)))
@@ -100,14 +104,16 @@ def train(
     }
 
 
-def _layout(run: Run, batch: PackedBatch, device: Any) -> dict[str, Any]:
+def _layout(run: Run, batch: PackedBatch, device: Any) -> list[dict[str, Any]]:
+    """One mini-batch as one micro-batch, or two of which the gradients add up."""
     if run.layout in ("packed", "unaware"):
-        kwargs = one_row(batch, boundaries=run.layout == "packed")
-    else:
-        examples = examples_of(batch)
-        rows = examples[::-1] if run.layout == "reversed" else examples
-        kwargs = padded(rows, device=device, step_done=True).kwargs
-    return kwargs
+        return [one_row(batch, boundaries=run.layout == "packed")]
+    rows = examples_of(batch)
+    if run.layout == "reversed":
+        rows = rows[::-1]
+    half = len(rows) // 2 if run.layout == "halves" else 0
+    parts = [part for part in (rows[:half], rows[half:]) if part]
+    return [padded(part, device=device, step_done=True).kwargs for part in parts]
 
 
 def _held_out(data: Data, num_batches: int) -> list[list[Example]]:

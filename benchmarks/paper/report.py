@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
 from collections.abc import Iterable, Sequence
@@ -269,5 +270,25 @@ def _losses(rate: float, runs: dict[str, dict[str, Any]]) -> str:
     return (
         f"## Loss curves: {base['parameters'] / 1e6:.0f} M parameters, {base['num_steps']} steps of "
         f"{base['batch']} examples, learning rate {rate:g}\n\n"
-        "Differences are those of the training loss to the first run, step by step.\n\n" + table(head, rows)
+        "Differences are those of the training loss to the first run, step by step.\n\n"
+        + table(head, rows)
+        + _noise(runs)
+    )
+
+
+def _noise(runs: dict[str, dict[str, Any]]) -> str:
+    """How far padded runs are from each other, pair by pair, and `minibatch` from each of them."""
+    padded = [run["losses"] for name, run in runs.items() if name not in ("minibatch", "unaware")]
+    if len(padded) < 2 or "minibatch" not in runs:
+        return ""
+
+    def apart(pairs: Iterable[tuple[list[float], list[float]]]) -> str:
+        found = [[abs(a - b) for a, b in zip(*pair, strict=True)] for pair in pairs]
+        means = [sum(each) / len(each) for each in found]
+        return f"{min(means):.4f} to {max(means):.4f} on average and {max(map(max, found)):.3f} at most"
+
+    pairs = list(itertools.combinations(padded, 2))
+    return (
+        f"\nAny two padded runs ({len(pairs)} pairs) are apart by {apart(pairs)}; `minibatch` and any padded "
+        f"run ({len(padded)} pairs) by {apart((runs['minibatch']['losses'], other) for other in padded)}.\n"
     )
