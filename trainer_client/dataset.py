@@ -1,6 +1,6 @@
 """PackedDataset: a PackedStream as a torch IterableDataset, for those who want a DataLoader.
 
-    loader = DataLoader(PackedDataset(url, dataset="…"), batch_size=None, num_workers=2)
+    loader = PackedDataset(url, dataset="…").loader(num_workers=2)
 
 With workers, worker w of n reads steps w, w + n, w + 2n, …; a DataLoader asks its workers in turn, so the
 batches come out in the order of the stream, as many as without workers.
@@ -9,10 +9,11 @@ batches come out in the order of the stream, as many as without workers.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer_client.batch import PackedBatch
 from trainer_client.errors import StateMismatch
@@ -45,10 +46,33 @@ class PackedDataset(IterableDataset):
         self._began: dict[str, Any] | None = None
         self._num_given = 0
 
+    def loader(self, **options: Any) -> DataLoader:
+        """A DataLoader over this dataset, one batch at a time, that accelerator.prepare() hands through as
+        it is. options: of DataLoader, for example num_workers."""
+        made = DataLoader(self, batch_size=None, **options)
+        made._is_accelerate_prepared = True
+        return made
+
     def __iter__(self) -> Iterator[Any]:
+        self._refuse_a_second_deal()
         info = get_worker_info()
         batches = iter(self._stream) if info is None else self._lane(info.id, info.num_workers)
         return batches if self._transform is None else map(self._transform, batches)
+
+    def _refuse_a_second_deal(self) -> None:
+        """Raise where a loader of Accelerate's would deal out this rank's packs to all ranks once more."""
+        state = sys.modules.get("accelerate.state")
+        if self._stream.world_size == 1 or state is None or not state.GradientState._shared_state:
+            return
+        loader = state.GradientState().active_dataloader  # the one that is being iterated
+        read = getattr(loader, "dataset", None)
+        if loader is not None and (read is self or getattr(read, "dataset", None) is self):
+            raise RuntimeError(
+                f"this PackedDataset is rank {self._stream.rank} of {self._stream.world_size}, its part of "
+                "the packs already; a DataLoader over it that went through accelerator.prepare() would be "
+                "dealt out to all ranks once more, and most packs never be trained: leave the loader out of "
+                "prepare(), or make it with PackedDataset.loader(), which prepare() hands through as it is"
+            )
 
     def _lane(self, worker: int, num_workers: int) -> Iterator[PackedBatch]:
         if self._stream._device is not None:
@@ -73,6 +97,7 @@ class PackedDataset(IterableDataset):
     def set_epoch(self, epoch: int) -> None:
         """Go on to the start of `epoch`, as PackedStream.set_epoch does: never back, so that a framework
         that counts from 0 again after a resume repeats nothing."""
+        self._refuse_a_second_deal()  # a loader of Accelerate's calls this on every rank
         self._stream.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:

@@ -215,6 +215,14 @@ class PackedStream:
             )
 
     @property
+    def rank(self) -> int:
+        return self._split.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._split.world_size
+
+    @property
     def epoch(self) -> int:
         """The epoch that the next batch is of."""
         return self._normal().epoch

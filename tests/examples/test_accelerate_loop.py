@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from packs import build_dataset, numbered_packs
 from torch.utils.data import DataLoader
 from training import (
@@ -152,30 +153,48 @@ def test_two_ranks_and_back_to_one(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ what `prepare` would do
 
 
-def prepared(store: Path, dataset: str) -> list[list[int]]:
-    """The packs that a rank gets from a DataLoader over its own stream that went through `prepare`."""
-    accelerator = Accelerator(cpu=True)
-    found = []
-    for marked in (False, True):
-        packed = PackedDataset(
-            store,
-            dataset=dataset,
-            rank=accelerator.process_index,
-            world_size=accelerator.num_processes,
-            transform=lambda batch: {"input_ids": batch.for_transformers()["input_ids"]},
-        )
-        loader = DataLoader(packed, batch_size=None)
-        loader._is_accelerate_prepared = marked
-        found.append([batch["input_ids"][0, 0].item() for batch in accelerator.prepare(loader)])
+def prepared(store: Path, dataset: str) -> tuple[list[str], list[list[int]]]:
+    """What a rank is told of loaders that went through `prepare`, and the packs that it gets from one that
+    is made with PackedDataset.loader(), before and after its states were saved and loaded."""
+    packed = PackedDataset(store, dataset=dataset, **ranks_of(Accelerator(cpu=True)), transform=ids_of)
+    told = []
+    for options in ({}, {"dispatch_batches": False}):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+        for num_workers in (0, 1):
+            loader = accelerator.prepare(DataLoader(packed, batch_size=1, num_workers=num_workers))
+            try:
+                list(loader)
+            except RuntimeError as error:
+                told.append(str(error))
+            loader.end()
+    loader = packed.loader()
+    assert accelerator.prepare(loader) is loader
+    found = [list(loader)]
+    accelerator.save_state(store / "saved" / str(accelerator.process_index))
+    accelerator.load_state(store / "saved" / str(accelerator.process_index))
+    found.append(list(loader))
     PartialState().destroy_process_group()
-    return found
+    return told, found
+
+
+def ids_of(batch: PackedBatch) -> list[int]:
+    return batch.example_ids.tolist()
+
+
+def ranks_of(accelerator: Accelerator) -> dict[str, int]:
+    return {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
 
 
 @pytest.mark.slow
-def test_a_prepared_loader_is_split_a_second_time_unless_marked(tmp_path: Path) -> None:
-    """Why the loop leaves the stream out of `prepare`, and the one way to let it through untouched."""
+def test_a_second_split_by_accelerate_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """It would read rank 0's part alone and deal it out to both ranks; and the way that goes through."""
     dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=4)
-    (first, first_marked), (second, second_marked) = on_ranks(2, prepared, tmp_path, dataset)
-    assert (first_marked, second_marked) == ([0, 2], [1, 3])
-    # Rank 0's part is dealt out to both ranks, and rank 1's is never read. Nobody is told.
-    assert (first, second) == ([0], [2])
+    ranks = on_ranks(2, prepared, tmp_path, dataset)
+    for rank, (told, found) in enumerate(ranks):
+        assert len(told) == 4
+        for text in told:
+            assert f"rank {rank} of 2" in text
+            assert "PackedDataset.loader()" in text
+        assert found[0] == [[rank], [2 + rank]]
+    assert sorted(joined(ranks[0][1][1] + ranks[1][1][1])) == [0, 1, 2, 3]
