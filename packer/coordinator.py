@@ -311,13 +311,13 @@ def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float, ret
             store,
             PackingFailed(
                 f"nothing to train: of {counters.rows_in} rows {counters.rows_untrained} have no token to "
-                f"train (in max_tokens={job.spec.packing.max_tokens} tokens, where they are cut); raise "
+                f"train (in max_tokens={job.spec.packing.capacities[-1]} tokens, where they are cut); raise "
                 "max_tokens, or look at `loss`, the labels and the chat template"
             ),
         )
     final = report(
         manifest.counters,
-        max_tokens=job.spec.packing.max_tokens,
+        capacities=job.spec.packing.capacities,
         ignored=list(job.ignored),
         warnings=job.warnings,
     )

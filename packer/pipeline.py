@@ -88,6 +88,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
         "rejected": [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_LISTED]],
         "overlong": [_about_overlong(rows, row) for row in planned.dropped[:MAX_LISTED].tolist()],
         "fallbacks": [{"partition": number, "reason": reason} for reason in faults],
+        "capacities": _capacities(planned),
     }
     return Commit(
         partition=number,
@@ -139,8 +140,9 @@ def make_renderer(spec: Spec, tokenizer: Tokenizer | None, *, whole: bool = Fals
 
 
 def _capacity(spec: Spec) -> Capacity:
+    """Of the largest pack that there may be."""
     return Capacity(
-        max_tokens=spec.packing.max_tokens,
+        max_tokens=spec.packing.capacities[-1],
         segment_multiple=spec.packing.segment_multiple,
         pack_multiple=spec.packing.pack_multiple,
     )
@@ -295,7 +297,7 @@ def _plan(job: Job, number: int, rows: _Rows, counters: Counters) -> PackPlan:
         counters.rows_untrained += len(lost)
         counters.tokens_dropped += int(lengths[lost].sum())
         lengths[lost] = 0
-    _count(packing.minibatch_size or PADDED_BATCH, packing.max_tokens, lengths, planned, counters)
+    _count(packing.minibatch_size or PADDED_BATCH, packing.capacities[-1], lengths, planned, counters)
     return planned
 
 
@@ -336,6 +338,19 @@ def _count(
         sizes = np.diff(np.append(starts, len(padded)))
         counters.padded_tokens = int((np.maximum.reduceat(padded, starts) * sizes).sum())
         counters.padded_real = int(padded.sum())
+
+
+def _capacities(planned: PackPlan) -> list[dict[str, int]]:
+    """Of each max_tokens that a pack was made for: the packs, and the real tokens in them."""
+    of_segment = np.repeat(planned.pack_capacity, np.diff(planned.pack_offsets))
+    return [
+        {
+            "max_tokens": max_tokens,
+            "num_packs": int(np.count_nonzero(planned.pack_capacity == max_tokens)),
+            "num_tokens": int(planned.length[of_segment == max_tokens].sum()),
+        }
+        for max_tokens in np.unique(planned.pack_capacity).tolist()
+    ]
 
 
 # ------------------------------------------------------------------ shards

@@ -134,7 +134,7 @@ class _Notes:
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
         packing = job.spec.packing
         self._limit = Capacity(
-            max_tokens=packing.max_tokens,
+            max_tokens=packing.capacities[-1],
             segment_multiple=packing.segment_multiple,
             pack_multiple=packing.pack_multiple,
         ).segment

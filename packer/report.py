@@ -93,26 +93,57 @@ def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
     return found
 
 
+def of_capacities(part: Mapping[str, Any], max_tokens: int) -> list[dict[str, int]]:
+    """Packs (num_packs) and real tokens (num_tokens) of a commit, by the max_tokens they were made for.
+
+    `max_tokens`: of all packs of a commit that does not say, as those of earlier releases do not.
+    """
+    if "capacities" in part:
+        return list(part["capacities"])
+    real = part.get("tokens_packed", 0) - part.get("tokens_padding", 0)
+    return [{"max_tokens": max_tokens, "num_packs": part.get("num_packs", 0), "num_tokens": real}]
+
+
+def _capacities(parts: Sequence[Mapping[str, Any]], capacities: Sequence[int]) -> list[dict[str, Any]]:
+    found = {number: {"max_tokens": number, "num_packs": 0, "num_tokens": 0} for number in capacities}
+    for part in parts:
+        for one in of_capacities(part, capacities[-1]):
+            for name in ("num_packs", "num_tokens"):
+                found[one["max_tokens"]][name] += one[name]
+    return [
+        {**one, "fill": one["num_tokens"] / (one["num_packs"] * number) if one["num_packs"] else 0.0}
+        for number, one in found.items()
+    ]
+
+
 def report(
-    parts: Sequence[Mapping[str, Any]], *, max_tokens: int, warnings: Sequence[str] = (), **more: Any
+    parts: Sequence[Mapping[str, Any]],
+    *,
+    capacities: Sequence[int],
+    warnings: Sequence[str] = (),
+    **more: Any,
 ) -> dict[str, Any]:
     """The report of a dataset, from the counters of its commits in order.
 
-    `warnings`: what was to be said before the work; what the counters say is added.
+    `capacities`: max_tokens of the packs that there may be, rising. `warnings`: what was to be said before
+    the work; what the counters say is added.
     """
     counters = total(parts)
     counters.check()
     values = dataclasses.asdict(counters)
     padded_tokens, padded_real = values.pop("padded_tokens"), values.pop("padded_real")
     real = counters.tokens_packed - counters.tokens_padding
+    each = _capacities(parts, capacities)
+    room = sum(one["num_packs"] * one["max_tokens"] for one in each)
     return {
         **values,
-        "fill": real / (counters.num_packs * max_tokens) if counters.num_packs else 0.0,
-        "lower_bound_packs": -(-real // max_tokens),
+        "fill": real / room if room else 0.0,
+        "lower_bound_packs": sum(-(-one["num_tokens"] // one["max_tokens"]) for one in each),
+        "capacities": each,  # max_tokens, num_packs, num_tokens (real), fill
         "padded_fill": padded_real / padded_tokens if padded_tokens else 0.0,
         "rejected": _listed(parts, "rejected"),  # file, line, unit, reason
         "overlong": _listed(parts, "overlong"),  # file, line, unit, example, num_tokens
         "fallbacks": _listed(parts, "fallbacks"),  # partition, reason
-        "warnings": [*warnings, *warnings_of(counters, max_tokens)],
+        "warnings": [*warnings, *warnings_of(counters, capacities[-1])],
         **more,
     }

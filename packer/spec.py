@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from packer.packing import ONE_CAPACITY
 from packer.shard import FORMAT_VERSION
 
 # Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
@@ -69,7 +70,7 @@ class PackingSpec:
     """How segments are laid into packs."""
 
     strategy: Strategy = "best_fit"
-    max_tokens: int = 8192
+    max_tokens: int | tuple[int, ...] = 8192  # several, rising: each example in the smallest that holds it
     overlong: Overlong = "truncate"
     minibatch_size: int | None = None
     step_size: int | None = None
@@ -79,6 +80,11 @@ class PackingSpec:
     balance: Balance = "none"  # of best_fit: "attention" puts packs of equal cost side by side
     truncate_side: TruncateSide = "right"  # of overlong "truncate": which end is cut off
     min_piece: int = 1  # of overlong "split": the shortest piece, in tokens
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """max_tokens of the packs that there may be, rising."""
+        return (self.max_tokens,) if isinstance(self.max_tokens, int) else self.max_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +132,7 @@ class Job:
 def parse_spec(document: Any) -> Spec:
     """Check a JSON document and give its Spec. Raises SpecError for the first wrong field."""
     spec: Spec = _parse(Spec, document, "")
+    spec = dataclasses.replace(spec, packing=_in_order(spec.packing))
     packing = spec.packing
     if not spec.source.paths:
         raise SpecError("source.paths", "at least one file, folder, glob or url is required, found none")
@@ -144,12 +151,13 @@ def parse_spec(document: Any) -> Spec:
             f"left sides are padfree's names (text, prompt, completion, messages, tools, input_ids, labels), "
             f'found {", ".join(sorted(unknown))}; write fields as {{"prompt": "question"}}',
         )
-    if not 1 <= packing.max_tokens <= MAX_TOKENS_LIMIT:
-        raise SpecError(
-            "packing.max_tokens",
-            f"a whole number from 1 to {MAX_TOKENS_LIMIT} is required, found {packing.max_tokens}; "
-            "use the longest sequence your training step takes, for example 8192",
-        )
+    for max_tokens in packing.capacities:
+        if not 1 <= max_tokens <= MAX_TOKENS_LIMIT:
+            raise SpecError(
+                "packing.max_tokens",
+                f"a whole number from 1 to {MAX_TOKENS_LIMIT} is required, found {max_tokens}; "
+                "use the longest sequence your training step takes, for example 8192",
+            )
     for name in ("segment_multiple", "pack_multiple", "minibatch_size", "step_size", "min_piece"):
         value = getattr(packing, name)
         if value is not None and not 1 <= value <= MAX_TOKENS_LIMIT:
@@ -166,6 +174,19 @@ def parse_spec(document: Any) -> Spec:
     return spec
 
 
+def _in_order(packing: PackingSpec) -> PackingSpec:
+    """The same packing with its capacities said in one way: rising, each once, a single one as a number."""
+    if isinstance(packing.max_tokens, int):
+        return packing
+    rising = tuple(sorted(set(packing.max_tokens)))
+    if not rising:
+        raise SpecError(
+            "packing.max_tokens",
+            "a whole number, or a list of at least one, is required, found []; for example 8192",
+        )
+    return dataclasses.replace(packing, max_tokens=rising if len(rising) > 1 else rising[0])
+
+
 def _check_layout(packing: PackingSpec) -> None:
     """Options of packing that do not go together."""
     for name, plain in (("scope", "window"), ("balance", "none")):
@@ -175,14 +196,23 @@ def _check_layout(packing: PackingSpec) -> None:
                 f"packing.{name}",
                 f'"{value}" goes with strategy "best_fit", found strategy "{packing.strategy}"; leave it out',
             )
-    pack = packing.max_tokens // packing.pack_multiple * packing.pack_multiple
-    longest = pack // packing.segment_multiple * packing.segment_multiple
-    if not longest:
+    several = ONE_CAPACITY.get(packing.strategy) if len(packing.capacities) > 1 else None
+    if several:
         raise SpecError(
             "packing.max_tokens",
-            f"at least segment_multiple and pack_multiple is required, found {packing.max_tokens} with "
-            f"{packing.segment_multiple} and {packing.pack_multiple}; raise it",
+            f'one number is required under strategy "{packing.strategy}", which {several}, found '
+            f'{list(packing.capacities)}; set {packing.capacities[-1]}, or use "best_fit", "sequential" or '
+            '"padded"',
         )
+    for max_tokens in packing.capacities:
+        pack = max_tokens // packing.pack_multiple * packing.pack_multiple
+        longest = pack // packing.segment_multiple * packing.segment_multiple
+        if not longest:
+            raise SpecError(
+                "packing.max_tokens",
+                f"at least segment_multiple and pack_multiple is required, found {max_tokens} with "
+                f"{packing.segment_multiple} and {packing.pack_multiple}; raise it",
+            )
     if packing.overlong == "split" and packing.min_piece > (longest + 1) // 2:
         raise SpecError(
             "packing.min_piece",
@@ -252,6 +282,8 @@ def _union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     if isinstance(value, bool) and bool in args:
         return value
     rest = [arg for arg in args if arg not in (type(None), bool)]
+    if isinstance(value, list | tuple):  # where a list may stand, it comes after the single value
+        rest = rest[::-1]
     if bool in args and value != "auto":
         raise SpecError(where, f'"auto", true or false is required, found {_shown(value)}')
     return _value(rest[0], value, where)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from packer.manifest import Manifest, ManifestError, Shard, list_datasets
-from packer.shard import ShardError, iter_messages, read_packs, validate
+from packer.packing.values import Capacity, Int64, capacities_of
+from packer.shard import PADDING_ID, ShardError, iter_messages, read_packs, validate
 from packer.store import LocalStore
 
 
@@ -45,12 +48,12 @@ def _verify_dataset(store: LocalStore, dataset: str, found: Findings) -> None:
     except ManifestError as error:
         found.faults.append(f"{dataset}: {error}")
         return
-    max_tokens = spec.get("spec", {}).get("packing", {}).get("max_tokens")
+    capacities = _capacities(spec.get("spec", {}).get("packing", {}))
     for shard in manifest.shards:
         found.num_shards += 1
         rows = manifest.rows[manifest.rows["shard"] == shard.index]
         try:
-            found.num_packs += _verify_shard(store, dataset, shard, rows, max_tokens)
+            found.num_packs += _verify_shard(store, dataset, shard, rows, capacities)
         except FileNotFoundError:
             found.faults.append(f"{shard.key}: the manifest lists it, but it is not there")
         except (ShardError, OSError) as error:
@@ -62,8 +65,29 @@ def _verify_dataset(store: LocalStore, dataset: str, found: Findings) -> None:
         )
 
 
+def _capacities(packing: dict[str, Any]) -> tuple[Capacity, ...]:
+    """The capacities that the packs of a spec may have; none where it says nothing."""
+    if "max_tokens" not in packing:
+        return ()
+    multiples = {name: packing.get(name, 1) for name in ("segment_multiple", "pack_multiple")}
+    return capacities_of(packing["max_tokens"], **multiples)
+
+
+def _check_capacity(lengths: Int64, num_tokens: int, capacities: tuple[Capacity, ...], at: int) -> None:
+    """Raise ShardError where a segment of the pack at byte `at` belongs into a smaller one.
+
+    lengths: (n,) int64, of its real segments. Of one capacity there is nothing to check.
+    """
+    for smaller, larger in itertools.pairwise(capacities):
+        if smaller.max_tokens < num_tokens <= larger.max_tokens and lengths.min() <= smaller.segment:
+            raise ShardError(
+                f"the pack at byte {at} is one of {larger.max_tokens} tokens and holds a segment of "
+                f"{lengths.min()}, which belongs into one of {smaller.max_tokens}"
+            )
+
+
 def _verify_shard(
-    store: LocalStore, dataset: str, shard: Shard, rows: np.ndarray, max_tokens: int | None
+    store: LocalStore, dataset: str, shard: Shard, rows: np.ndarray, capacities: tuple[Capacity, ...]
 ) -> int:
     data = store.map(shard.key)
     if len(data) != shard.num_bytes:
@@ -71,7 +95,8 @@ def _verify_shard(
     digest = hashlib.sha256(data).hexdigest()
     if digest != shard.sha256:
         raise ShardError(f"sha256 is {digest}, the manifest says {shard.sha256}: the file has changed")
-    num_packs = validate(data, dataset=dataset, max_tokens=max_tokens)
+    most = capacities[-1].max_tokens if capacities else None
+    num_packs = validate(data, dataset=dataset, max_tokens=most)
     if num_packs != shard.num_packs or num_packs != len(rows):
         raise ShardError(f"{num_packs} packs, the manifest says {shard.num_packs} and indexes {len(rows)}")
     for row, (at, header_bytes, body_bytes), pack in zip(
@@ -83,6 +108,7 @@ def _verify_shard(
         said = tuple(int(row[name]) for name in ("num_tokens", "num_trained", "num_segments", "sum_squares"))
         if said != (pack.num_tokens, pack.num_trained, pack.num_segments, int(lengths @ lengths)):
             raise ShardError(f"the row index says other numbers of the pack at byte {at} than it has")
+        _check_capacity(lengths[pack.example_ids != PADDING_ID], pack.num_tokens, capacities, at)
     if int(rows["num_tokens"].sum()) != shard.num_tokens:
         raise ShardError(
             f"the row index counts {rows['num_tokens'].sum()} tokens, the shard {shard.num_tokens}"

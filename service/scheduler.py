@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from packer import logs
 from packer.manifest import Manifest, dataset_key, list_datasets, read_origin
+from packer.report import of_capacities
 from packer.runners import Runner
 from packer.spec import Job, SpecError, job_from_document
 from packer.store import LocalStore
@@ -196,7 +197,7 @@ class Scheduler:
             return
         log.info("packing %s (%s)", dataset, job.spec.name)
         since = time.monotonic()
-        max_tokens = job.spec.packing.max_tokens
+        max_tokens = job.spec.packing.capacities[-1]
         counted = _Counted(self._metrics, self._num_commits(dataset), max_tokens=max_tokens)
         runner = CountedRunner(self._runner, self._metrics)
 
@@ -255,7 +256,8 @@ class _Counted:
             packed["rows"].inc(one.get("rows_packed", 0))
             packed["tokens"].inc(one.get("tokens_packed", 0))
             packed["packs"].inc(one.get("num_packs", 0))
-            packed["capacity_tokens"].inc(one.get("num_packs", 0) * self._max_tokens)
+            room = [c["num_packs"] * c["max_tokens"] for c in of_capacities(one, self._max_tokens)]
+            packed["capacity_tokens"].inc(sum(room))
             packed["shards"].inc(one.get("num_shards", 0))
             packed["partitions"].inc()
             for reason in self._REASONS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 State = Literal["queued", "packing", "ready", "failed", "cancelled"]
 
@@ -109,7 +109,10 @@ class TokenizerModel(BaseModel):
 
 class PackingModel(BaseModel):
     strategy: Literal["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"] = "best_fit"
-    max_tokens: int = Field(default=8192, ge=1)
+    max_tokens: PositiveInt | list[PositiveInt] = Field(
+        default=8192,
+        description="What a pack holds at most; several: each example in the smallest that holds it",
+    )
     overlong: Literal["truncate", "split", "drop", "error"] = "truncate"
     minibatch_size: int | None = None
     step_size: int | None = None

@@ -43,7 +43,7 @@ class PackedBatch:
     optimizer_step: int = 0  # within the epoch; other than `step` in a "step" dataset alone
     step_done: bool = True  # the last micro-batch of its optimiser step
     is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
-    max_tokens: int | None = None  # that a batch of this stream can have, where that is known
+    max_tokens: int | None = None  # that its packs were made for, where that is known
     state: dict[str, Any] = field(default_factory=dict)  # of the stream, once this batch was taken
     # Of a MixedStream: trained tokens of the whole optimiser step by source, over all ranks; and which of
     # the stream's sources each segment is of, (num_segments,).

@@ -5,7 +5,7 @@ Pure. Steps are counted from the cursor that the way begins at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,13 @@ from trainer_client.errors import DatasetTooSmall, StateMismatch
 class Layout:
     """What is known of a dataset's size.
 
-    num_packs: None while it is being packed. max_tokens: of a pack, where the spec says. step_sizes: (n,)
-    int64, packs of each optimiser step in commit order, as far as they are committed, of a "step" dataset;
-    None for any other.
+    num_packs: None while it is being packed. capacities: max_tokens of its packs, rising, where the spec
+    says. step_sizes: (n,) int64, packs of each optimiser step in commit order, as far as they are committed,
+    of a "step" dataset; None for any other.
     """
 
     num_packs: int | None = None
-    max_tokens: int | None = None
+    capacities: tuple[int, ...] | None = None
     step_sizes: NDArray[np.int64] | None = None
 
 
@@ -164,6 +164,19 @@ class Course:
     @property
     def packs_a_batch(self) -> int:
         return self.split.packs_per_step if self._deal is None else 1
+
+    def room_of(self, num_tokens: Sequence[int]) -> int | None:
+        """Tokens that a batch of packs of these lengths has room for: one of few numbers. None: not known.
+
+        A pack is of the smallest capacity that holds it, since what stands in it fits into no smaller one.
+        One pack a batch has its own capacity. Several have the sum of theirs, rounded up to a multiple of
+        the largest among them, so that chance mixtures make no new number each.
+        """
+        capacities = self.layout.capacities
+        if capacities is None or len(capacities) == 1:
+            return None if capacities is None else capacities[0] * self.packs_a_batch
+        each = [min((c for c in capacities if c >= n), default=capacities[-1]) for n in num_tokens]
+        return -(-sum(each) // max(each)) * max(each)
 
     def knows(self, step: int) -> bool:
         """Whether it is known where `step` ends, and whether it is left out."""

@@ -21,7 +21,7 @@ from packer.store import LocalStore
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, StreamTimeout, UnknownDataset
-from trainer_client.transport import Received, Request, decode, max_tokens_of
+from trainer_client.transport import Received, Request, capacities_of, decode
 
 _MAX_OPEN_SHARDS = 32  # a map holds a file descriptor; a permuted epoch touches shards in any order
 _POLL_S = 0.1
@@ -51,7 +51,7 @@ class FolderTransport:
             finished = self._manifest.finished is not None
             self._layout = Layout(
                 num_packs=self._manifest.num_packs if finished else None,
-                max_tokens=max_tokens_of(self.spec()),
+                capacities=capacities_of(self.spec()),
                 step_sizes=self._step_sizes(),
             )
         return self._layout

@@ -290,16 +290,16 @@ class Reader:
         return course
 
     def _batch(self, group: list[Received], course: Course, step: int) -> PackedBatch:
-        stamp, most = group[-1].stamp, course.layout.max_tokens
+        stamp, packs = group[-1].stamp, [received.pack for received in group]
         return flatten(
-            [received.pack for received in group],
+            packs,
             padding=[received.stamp.padding for received in group],
             epoch=course.start.epoch,
             step=course.start.step + step,
             optimizer_step=course.optimizer_step(step),
             num_items=stamp.num_items,
             step_done=stamp.step_done,
-            max_tokens=None if most is None else most * course.packs_a_batch,
+            max_tokens=course.room_of([pack.num_tokens for pack in packs]),
             state=to_state(
                 course.after(step),
                 self.split,

@@ -25,7 +25,7 @@ from packer.shard import ShardError, read_stamp
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
-from trainer_client.transport import Received, Request, RequestIds, decode, max_tokens_of
+from trainer_client.transport import Received, Request, RequestIds, capacities_of, decode
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
@@ -83,7 +83,7 @@ class HttpTransport:
                 sizes = self._step_sizes(is_ready)
             self._layout = Layout(
                 num_packs=int(view["report"]["num_packs"]) if is_ready else None,
-                max_tokens=max_tokens_of(view.get("spec")),
+                capacities=capacities_of(view.get("spec")),
                 step_sizes=sizes,
             )
         return self._layout

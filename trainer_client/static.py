@@ -40,8 +40,9 @@ class StaticShape:
 def shape_for(batch: PackedBatch, static: bool | StaticShape) -> StaticShape:
     """The shape asked for, checked against the batch; True: the dataset's own.
 
-    That is max_tokens of all the batch's packs, and a segment for each 64 tokens. A batch of more segments
-    gets the next power of two, which is another shape, but few batches are. Raises ShapeExceeded.
+    That is max_tokens of all the batch's packs, and a segment for each 64 tokens: one shape, or of packs of
+    several capacities one for each (course.Course.room_of). A batch of more segments gets the next power of
+    two, which is another shape, but few batches are. Raises ShapeExceeded.
     """
     if not isinstance(static, StaticShape):
         if batch.max_tokens is None:

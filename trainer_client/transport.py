@@ -91,10 +91,11 @@ class Transport(Protocol):
         ...
 
 
-def max_tokens_of(spec: Any) -> int | None:
-    """`packing.max_tokens` of a spec document, None where it says nothing."""
+def capacities_of(spec: Any) -> tuple[int, ...] | None:
+    """`packing.max_tokens` of a spec document, rising: what its packs may hold. None: it does not say."""
     try:
-        return int(spec["packing"]["max_tokens"])
+        found = spec["packing"]["max_tokens"]
+        return tuple(int(one) for one in (found if isinstance(found, list) else [found]))
     except (KeyError, TypeError):
         return None
 

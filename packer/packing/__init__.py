@@ -11,10 +11,11 @@ over all lengths at once. Errors: PackingError (a ValueError).
 from __future__ import annotations
 
 from packer.packing.estimating import Estimate, StrategyEstimate, estimate, lower_bound
-from packer.packing.planning import PackPlan, partition_multiple, plan
+from packer.packing.planning import ONE_CAPACITY, PackPlan, partition_multiple, plan
 from packer.packing.values import Capacity, PackingError
 
 __all__ = [
+    "ONE_CAPACITY",
     "Capacity",
     "Estimate",
     "PackPlan",

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 from packer.packing.histogram import lower_bound_of, patterns
 from packer.packing.overlong import cut
 from packer.packing.planning import checked_lengths, plan
-from packer.packing.values import Capacity, Int64, PackingError
+from packer.packing.values import (
+    Capacity,
+    Int64,
+    PackingError,
+    Pieces,
+    capacities_of,
+    smallest_that_holds,
+)
 
 STRATEGIES = ("best_fit", "sequential", "wrapped", "minibatch", "step", "padded")
 
@@ -23,8 +30,8 @@ class StrategyEstimate:
 
     name: a strategy, "best_fit (global)", or "padding": a loader that pads each mini-batch to its longest
     example. num_packs: packs, of padding mini-batches. num_steps: optimiser steps of an epoch.
-    tokens_computed: tokens that a model is run on, padding counted. fill: real tokens over num_packs x
-    max_tokens; of padding, over tokens_computed. problem: why the strategy cannot be had; then all are 0.
+    tokens_computed: tokens that a model is run on, padding counted. fill: real tokens over the max_tokens of
+    all packs; of padding, over tokens_computed. problem: why the strategy cannot be had; then all are 0.
     """
 
     name: str
@@ -49,23 +56,25 @@ class Estimate:
 
 def lower_bound(
     lengths: Sequence[int] | NDArray[Any],
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     *,
     segment_multiple: int = 1,
     pack_multiple: int = 1,
 ) -> int:
     """Packs that no packer can go below if no example is split: the L2 bound (see histogram).
 
-    Examples that are too long for a pack count as truncated to one.
+    Examples that are too long for a pack count as truncated to one. Of several capacities it is the sum,
+    each example in the smallest that holds it.
     """
-    capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
-    pieces = cut(checked_lengths(lengths), capacity, overlong="truncate", truncate_side="right", min_piece=1)
-    return lower_bound_of(_counts(capacity.padded(pieces.length), capacity), capacity.pack)
+    capacities = capacities_of(max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    array = checked_lengths(lengths)
+    pieces = cut(array, capacities[-1], overlong="truncate", truncate_side="right", min_piece=1)
+    return sum(lower_bound_of(counts, c.pack) for c, counts in _histograms(pieces, capacities))
 
 
 def estimate(
     lengths: Sequence[int] | NDArray[Any],
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     *,
     minibatch_size: int = 8,
     packs_per_step: int = 1,
@@ -79,7 +88,7 @@ def estimate(
     estimated with the examples of that many mini-batches a step. Raises PackingError.
     """
     array = checked_lengths(lengths)
-    capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    capacities = capacities_of(max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
     options: dict[str, Any] = {
         "minibatch_size": minibatch_size,
         "step_size": minibatch_size * packs_per_step,
@@ -87,11 +96,12 @@ def estimate(
         "segment_multiple": segment_multiple,
         "pack_multiple": pack_multiple,
     }
-    pieces = cut(array, capacity, overlong=overlong, truncate_side="right", min_piece=1)
-    counts = _counts(capacity.padded(pieces.length), capacity)
+    pieces = cut(array, capacities[-1], overlong=overlong, truncate_side="right", min_piece=1)
+    histograms = _histograms(pieces, capacities)
     rows = [_padding(array, pieces.length, minibatch_size, packs_per_step)]
-    rows += [_strategy(name, array, capacity, packs_per_step, options) for name in STRATEGIES]
-    num_packs = sum(pattern.repeats for pattern in patterns(counts, capacity.pack))
+    rows += [_strategy(name, array, capacities, packs_per_step, options) for name in STRATEGIES]
+    packs = [sum(pattern.repeats for pattern in patterns(counts, c.pack)) for c, counts in histograms]
+    num_packs = sum(packs)
     tokens = int(pieces.length.sum())
     overall = StrategyEstimate(
         name="best_fit (global)",
@@ -100,21 +110,26 @@ def estimate(
         tokens_packed=tokens,
         tokens_dropped=int(array.sum()) - tokens,
         tokens_computed=rows[1].tokens_computed,  # as of best_fit, but for rounding up to pack_multiple
-        fill=_share(tokens, num_packs * max_tokens),
+        fill=_share(tokens, sum(n * c.max_tokens for n, (c, _) in zip(packs, histograms, strict=True))),
     )
     return Estimate(
         num_examples=len(array),
         num_tokens=int(array.sum()),
-        lower_bound_packs=lower_bound_of(counts, capacity.pack),
+        lower_bound_packs=sum(lower_bound_of(counts, c.pack) for c, counts in histograms),
         rows=(*rows, overall),
     )
 
 
 def _strategy(
-    name: str, lengths: Int64, capacity: Capacity, packs_per_step: int, options: dict[str, Any]
+    name: str,
+    lengths: Int64,
+    capacities: tuple[Capacity, ...],
+    packs_per_step: int,
+    options: dict[str, Any],
 ) -> StrategyEstimate:
+    capacity = capacities[-1]
     try:
-        planned = plan(lengths, capacity.max_tokens, strategy=name, **options)
+        planned = plan(lengths, [c.max_tokens for c in capacities], strategy=name, **options)
     except PackingError as error:
         return StrategyEstimate(name=name, problem=str(error))
     sizes = capacity.padded(planned.length)
@@ -129,7 +144,7 @@ def _strategy(
         tokens_packed=planned.num_tokens,
         tokens_dropped=planned.tokens_dropped,
         tokens_computed=int((-(-packs // capacity.pack_multiple) * capacity.pack_multiple).sum()),
-        fill=_share(planned.num_tokens, planned.num_packs * capacity.max_tokens),
+        fill=_share(planned.num_tokens, int(planned.pack_capacity.sum())),
     )
 
 
@@ -152,5 +167,10 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _counts(sizes: Int64, capacity: Capacity) -> Int64:
-    return np.bincount(sizes, minlength=capacity.pack + 1)
+def _histograms(pieces: Pieces, capacities: tuple[Capacity, ...]) -> list[tuple[Capacity, Int64]]:
+    """Each capacity with how many of its pieces have each size, padding counted: (capacity.pack + 1,)."""
+    of_piece = smallest_that_holds(pieces.length, capacities)
+    return [
+        (c, np.bincount(c.padded(pieces.length[of_piece == number]), minlength=c.pack + 1))
+        for number, c in enumerate(capacities)
+    ]

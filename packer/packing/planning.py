@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,16 @@ from packer.packing.decreasing import fewest_packs
 from packer.packing.histogram import histogram_best_fit
 from packer.packing.overlong import cut, fit_minibatches
 from packer.packing.shuffle import in_stream_order, shuffle
-from packer.packing.values import Capacity, Int64, Layout, PackingError, Pieces, require_count
+from packer.packing.values import (
+    Capacity,
+    Int64,
+    Layout,
+    PackingError,
+    Pieces,
+    capacities_of,
+    require_count,
+    smallest_that_holds,
+)
 from packer.packing.window import window_best_fit
 
 _CHOICES = {
@@ -26,6 +36,12 @@ _CHOICES = {
     "overlong": ("truncate", "split", "drop", "error"),
     "truncate_side": ("right", "left"),
 }
+# Why a strategy has packs of one capacity only: what it promises fixes what stands in a pack or a step.
+ONE_CAPACITY = {
+    "wrapped": "cuts one stream, so no example has a pack that it belongs to",
+    "minibatch": "makes one pack of each mini-batch, whatever its examples",
+    "step": "packs each optimiser step into as few packs as it needs",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,8 +50,9 @@ class PackPlan:
 
     example, start, length: (num_segments,) int64, in pack order; segment s is tokens [start, start + length)
     of its example, and none is empty. pack_offsets: (num_packs + 1,) int64; pack p holds the segments
-    [pack_offsets[p], pack_offsets[p + 1]). pack_step: (num_packs,) int64, the number of each pack's
-    optimiser step (example // step_size), under strategy "step" alone; a step without tokens has no pack.
+    [pack_offsets[p], pack_offsets[p + 1]). pack_capacity: (num_packs,) int64, the max_tokens that each pack
+    was made for. pack_step: (num_packs,) int64, the number of each pack's optimiser step (example //
+    step_size), under strategy "step" alone; a step without tokens has no pack.
     truncated, dropped, split: ids of the examples that lost some tokens, lost all, or have several
     segments; sorted. tokens_dropped: tokens of `truncated` and `dropped` that are in no segment.
     """
@@ -44,6 +61,7 @@ class PackPlan:
     start: Int64
     length: Int64
     pack_offsets: Int64
+    pack_capacity: Int64
     pack_step: Int64 | None
     truncated: Int64
     dropped: Int64
@@ -79,7 +97,7 @@ def partition_multiple(packing: Any) -> int:
 
 def plan(
     lengths: Sequence[int] | NDArray[Any],
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     *,
     strategy: str = "best_fit",
     seed: int | None = None,
@@ -98,6 +116,8 @@ def plan(
     The same arguments give the same plan on every machine. Examples without tokens are left out. Sizes are
     counted with the padding that segment_multiple and pack_multiple ask for. Raises PackingError.
 
+    max_tokens: several make packs of several capacities: each piece goes to the smallest that holds it, and
+    overlong is judged by the largest. For best_fit, sequential (in order within each capacity) and padded.
     seed: shuffles the packs, and the segments in each, under best_fit, and inside each step under step; the
     other strategies are defined by the order of the stream and keep it. None keeps packs near stream order.
     scope: of best_fit; "window" looks at a few hundred waiting examples and changes the order of the stream
@@ -111,39 +131,65 @@ def plan(
     )
     require_count("min_piece", min_piece)
     array = checked_lengths(lengths)
-    capacity = Capacity(max_tokens=max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    capacities = capacities_of(max_tokens, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+    _check_capacities(strategy, capacities)
+    capacity = capacities[-1]
     if strategy == "wrapped":
         return _wrapped(array, capacity, overlong)
     pieces = cut(array, capacity, overlong=overlong, truncate_side=truncate_side, min_piece=min_piece)
     if strategy == "minibatch":
         size = _required("minibatch_size", minibatch_size)
         pieces = fit_minibatches(pieces, capacity, size, overlong=overlong, truncate_side=truncate_side)
-        return _finished(array, pieces, in_order.minibatch(pieces.example, size))
+        return _finished(array, pieces, in_order.minibatch(pieces.example, size), capacities)
     sizes = capacity.padded(pieces.length)
     if strategy == "sequential":
-        return _finished(array, pieces, in_order.sequential(sizes, capacity.pack))
+        layout = _by_capacity(pieces, sizes, capacities, in_order.sequential)
+        return _finished(array, pieces, layout, capacities)
     if strategy == "padded":
-        return _finished(array, pieces, in_order.padded(sizes))
+        return _finished(array, pieces, in_order.padded(sizes), capacities)
     if strategy == "step":
         of_piece = pieces.example // _required("step_size", step_size)
         layout, steps = _steps(sizes, of_piece, capacity.pack, seed)
-        return _finished(array, pieces, layout, steps)
-    return _finished(array, pieces, _best_fit(pieces, sizes, capacity.pack, scope, balance, seed))
+        return _finished(array, pieces, layout, capacities, steps)
+    return _finished(array, pieces, _best_fit(pieces, sizes, capacities, scope, balance, seed), capacities)
 
 
 def _best_fit(
-    pieces: Pieces, sizes: Int64, capacity: int, scope: str, balance: str, seed: int | None
+    pieces: Pieces,
+    sizes: Int64,
+    capacities: tuple[Capacity, ...],
+    scope: str,
+    balance: str,
+    seed: int | None,
 ) -> Layout:
     if scope == "window":
-        layout = window_best_fit(sizes, capacity)
+        layout = _by_capacity(pieces, sizes, capacities, window_best_fit)
     else:
-        layout = histogram_best_fit(sizes, capacity, seed)
+        engine = functools.partial(histogram_best_fit, seed=seed)
+        layout = _by_capacity(pieces, sizes, capacities, engine)
         if seed is None:
             layout = in_stream_order(layout)
     costs = None
     if balance == "attention" and len(layout.order):
         costs = np.add.reduceat(pieces.length[layout.order] ** 2, layout.offsets[:-1])
     return shuffle(layout, seed, costs=costs)
+
+
+def _by_capacity(
+    pieces: Pieces, sizes: Int64, capacities: tuple[Capacity, ...], engine: Callable[[Int64, int], Layout]
+) -> Layout:
+    """Pack the pieces of each capacity by themselves; the packs of all come in stream order."""
+    if len(capacities) == 1:
+        return engine(sizes, capacities[0].pack)
+    of_piece = smallest_that_holds(pieces.length, capacities)
+    orders, counts = [np.zeros(0, np.int64)], [np.zeros(1, np.int64)]
+    for number, capacity in enumerate(capacities):
+        here = np.flatnonzero(of_piece == number)
+        if len(here):
+            layout = engine(sizes[here], capacity.pack)
+            orders.append(here[layout.order])
+            counts.append(np.diff(layout.offsets))
+    return in_stream_order(Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts))))
 
 
 def _steps(sizes: Int64, step: Int64, capacity: int, seed: int | None) -> tuple[Layout, Int64]:
@@ -165,26 +211,44 @@ def _wrapped(lengths: Int64, capacity: Capacity, overlong: str) -> PackPlan:
     if overlong in ("truncate", "split"):
         example = np.flatnonzero(lengths)
         pieces, layout = in_order.wrapped(example, lengths[example], capacity)
-        return _finished(lengths, pieces, layout)
+        return _finished(lengths, pieces, layout, (capacity,))
     kept = cut(lengths, capacity, overlong=overlong, truncate_side="right", min_piece=1)
     pieces, layout = in_order.wrapped(kept.example, kept.length, capacity)
-    return _finished(lengths, dataclasses.replace(pieces, dropped=kept.dropped), layout)
+    return _finished(lengths, dataclasses.replace(pieces, dropped=kept.dropped), layout, (capacity,))
 
 
-def _finished(lengths: Int64, pieces: Pieces, layout: Layout, steps: Int64 | None = None) -> PackPlan:
+def _finished(
+    lengths: Int64,
+    pieces: Pieces,
+    layout: Layout,
+    capacities: tuple[Capacity, ...],
+    steps: Int64 | None = None,
+) -> PackPlan:
     again = pieces.example[1:][pieces.example[1:] == pieces.example[:-1]]
     length = pieces.length[layout.order]
+    max_tokens = np.array([capacity.max_tokens for capacity in capacities], np.int64)
     return PackPlan(
         example=pieces.example[layout.order],
         start=pieces.start[layout.order],
         length=length,
         pack_offsets=layout.offsets,
+        pack_capacity=max_tokens[smallest_that_holds(length[layout.offsets[:-1]], capacities)],
         pack_step=steps,
         truncated=pieces.truncated,
         dropped=pieces.dropped,
         split=np.unique(again),
         tokens_dropped=int(lengths.sum() - length.sum()),
     )
+
+
+def _check_capacities(strategy: str, capacities: tuple[Capacity, ...]) -> None:
+    """PackingError where the strategy has packs of one capacity and several are asked for."""
+    if len(capacities) > 1 and strategy in ONE_CAPACITY:
+        numbers = [capacity.max_tokens for capacity in capacities]
+        raise PackingError(
+            f'max_tokens must be one number under strategy "{strategy}", which {ONE_CAPACITY[strategy]}, '
+            f'found {numbers}; set {numbers[-1]}, or use "best_fit", "sequential" or "padded"'
+        )
 
 
 def checked_lengths(lengths: Sequence[int] | NDArray[Any]) -> Int64:

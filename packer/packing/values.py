@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +68,33 @@ class Capacity:
         """What segments of `lengths` tokens take in a pack."""
         multiple = self.segment_multiple
         return lengths if multiple == 1 else -(-lengths // multiple) * multiple
+
+
+def capacities_of(
+    max_tokens: int | Sequence[int], *, segment_multiple: int = 1, pack_multiple: int = 1
+) -> tuple[Capacity, ...]:
+    """The capacities that packs may have, rising, each once; one number is one of them.
+
+    Raises PackingError where there is none, or where one of them holds nothing.
+    """
+    if isinstance(max_tokens, Sequence):
+        for each in max_tokens:
+            require_count("max_tokens", each)
+        if not max_tokens:
+            raise PackingError("max_tokens must be a number or a list of them, found an empty list; set one")
+    numbers = sorted(set(max_tokens)) if isinstance(max_tokens, Sequence) else [max_tokens]
+    return tuple(
+        Capacity(max_tokens=number, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
+        for number in numbers
+    )
+
+
+def smallest_that_holds(lengths: Int64, capacities: tuple[Capacity, ...]) -> Int64:
+    """Which of the capacities, rising, is the smallest that holds a segment of each length. (n,) int64.
+
+    No length may be over what the largest holds.
+    """
+    return np.searchsorted(np.array([capacity.segment for capacity in capacities]), lengths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

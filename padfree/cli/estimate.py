@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             packing = job.spec.packing
             found = estimate(
                 lengths[lengths > 0],
-                packing.max_tokens,
+                packing.capacities,
                 minibatch_size=packing.minibatch_size or 8,
                 packs_per_step=args.packs_per_step,
                 overlong=packing.overlong,
@@ -47,14 +47,15 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:  # of reading, rendering, packing and the store
             raise CommandError(str(error)) from None
     if not args.json:
-        _print(found, packing.max_tokens, packing.minibatch_size or 8)
+        _print(found, packing.capacities, packing.minibatch_size or 8)
     common.print_result(args, dataclasses.asdict(found))
     return 0
 
 
-def _print(found: Any, max_tokens: int, minibatch_size: int) -> None:
+def _print(found: Any, capacities: tuple[int, ...], minibatch_size: int) -> None:
     print(
-        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; max_tokens {max_tokens:,}, "
+        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; "
+        f"max_tokens {' or '.join(f'{number:,}' for number in capacities)}, "
         f"mini-batches of {minibatch_size}; no packer needs fewer than {found.lower_bound_packs:,} packs\n"
     )
     padding = next(row for row in found.rows if row.name == "padding")

@@ -18,7 +18,12 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template instead of the tokenizer's")
     parser.add_argument("--add-bos", choices=["auto", "true", "false"], help="begin texts with BOS (auto)")
     parser.add_argument("--add-eos", choices=["auto", "true", "false"], help="end texts with EOS (auto)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="tokens a pack holds at most (8192)")
+    parser.add_argument(
+        "--max-tokens",
+        type=_numbers,
+        metavar="N[,N…]",
+        help="tokens a pack holds at most (8192); several: each example in the smallest that holds it",
+    )
     parser.add_argument("--strategy", help="best_fit, sequential, wrapped, minibatch, step or padded")
     parser.add_argument("--minibatch-size", type=int, metavar="N", help="examples a pack, for minibatch")
     parser.add_argument("--step-size", type=int, metavar="N", help="examples a step, for step")
@@ -85,6 +90,11 @@ def spec_document(args: argparse.Namespace) -> dict[str, Any]:
     if args.shuffle_seed is not None:
         document["shuffle_seed"] = _seed(args.shuffle_seed)
     return document
+
+
+def _numbers(text: str) -> int | list[int]:
+    numbers = [int(number) for number in text.split(",")]
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _seed(text: str) -> int | None:

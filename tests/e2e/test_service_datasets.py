@@ -87,6 +87,19 @@ def test_two_posts_at_once_are_one_dataset(server, data):
     assert server.wait_for_state(answers[0].json["id"], "ready")["report"]["rows_in"] == 200
 
 
+def test_packs_of_several_capacities(server, data):
+    rows = [{"input_ids": list(range(length))} for length in (*[12] * 5, *[50] * 2)]
+    (data / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = server.post_spec(spec_of(data / "two.jsonl", max_tokens=[64, 16])).json["id"]
+    report = server.wait_for_state(dataset, "ready", "failed")["report"]
+    assert [(one["max_tokens"], one["num_packs"]) for one in report["capacities"]] == [(16, 5), (64, 2)]
+    assert report["fill"] == (5 * 12 + 2 * 50) / (5 * 16 + 2 * 64)
+    room = f"padfree_packed_capacity_tokens_total {5 * 16 + 2 * 64}.0"
+    assert room in server.get("/metrics").body.decode()
+    found = problem(server.post_spec(spec_of(data / "two.jsonl", max_tokens=[])), 422)
+    assert found["field"] == "packing.max_tokens"
+
+
 # ------------------------------------------------------------------ wrong specs
 
 

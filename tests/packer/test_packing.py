@@ -122,6 +122,49 @@ def test_padding_counts_toward_the_capacity() -> None:
     assert plan([9], 11, segment_multiple=4).length.tolist() == [8]
 
 
+def test_each_example_goes_to_the_smallest_pack_that_holds_it() -> None:
+    planned = plan([3, 9, 4, 20, 5, 7], [8, 24, 12])
+    assert packs(planned) == [[(0, 0, 3), (4, 0, 5)], [(1, 0, 9)], [(2, 0, 4)], [(3, 0, 20)], [(5, 0, 7)]]
+    assert planned.pack_capacity.tolist() == [8, 12, 8, 24, 8]
+    # Padding counts: 7 takes 8 of a pack of 8, and 9 takes 12.
+    padded = plan([7, 9, 13], [8, 12, 24], strategy="padded", segment_multiple=4)
+    assert padded.pack_capacity.tolist() == [8, 12, 24]
+
+
+def test_sequential_of_several_capacities_keeps_the_order_of_each() -> None:
+    planned = plan([3, 9, 6, 2, 9, 1], [8, 24], strategy="sequential")
+    assert packs(planned) == [[(0, 0, 3)], [(1, 0, 9), (4, 0, 9)], [(2, 0, 6), (3, 0, 2)], [(5, 0, 1)]]
+
+
+def test_overlong_is_judged_by_the_largest_capacity() -> None:
+    assert packs(plan([30, 3], [8, 24])) == [[(0, 0, 24)], [(1, 0, 3)]]
+    # A piece goes where it fits, whatever its example's length.
+    assert packs(plan([30, 2], [8, 24], overlong="split")) == [[(0, 0, 24)], [(0, 24, 6), (1, 0, 2)]]
+    assert plan([30, 3], [8, 24], overlong="drop").dropped.tolist() == [0]
+
+
+def test_one_capacity_in_a_list_is_that_capacity() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    one, other = plan(lengths, 64, seed=3), plan(lengths, [64], seed=3)
+    assert np.array_equal(one.example, other.example)
+    assert set(other.pack_capacity.tolist()) == {64}
+
+
+@pytest.mark.parametrize("scope", ["window", "global"])
+def test_packs_of_all_capacities_are_shuffled_together(scope: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 257, 20_000)
+    planned = plan(lengths, [64, 256], scope=scope, seed=3)
+    small = np.flatnonzero(planned.pack_capacity == 64)
+    assert 0.05 < len(small) / planned.num_packs < 0.5
+    # The places of the small ones are those of a fair draw.
+    assert abs(small.mean() / planned.num_packs - 0.5) < 0.02
+    parts = np.array_split(planned.pack_capacity == 64, 20)
+    assert np.std([part.mean() for part in parts]) < 0.03
+    balanced = plan(lengths, [64, 256], scope=scope, seed=3, balance="attention")
+    steps = balanced.pack_capacity[: balanced.num_packs // 8 * 8].reshape(-1, 8)
+    assert (steps.min(axis=1) == steps.max(axis=1)).mean() > 0.9  # 8 ranks: packs of one capacity
+
+
 def test_seed_none_stays_near_the_stream() -> None:
     planned = plan([5, 5, 3, 3], 8)
     assert packs(planned) == [[(0, 0, 5), (2, 0, 3)], [(1, 0, 5), (3, 0, 3)]]
@@ -198,6 +241,16 @@ def test_f51_packing_is_close_to_full(scope: str) -> None:
         ([1.5], {}, "whole numbers"),
         ([[1]], {}, "one-dimensional"),
         ([9], {"overlong": "error"}, "example 0 with 9"),
+        ([1], {"max_tokens": []}, "found an empty list"),
+        ([1], {"max_tokens": [8, 0]}, "max_tokens must be a whole number of 1 or more, found 0"),
+        ([1], {"max_tokens": [8, 32], "segment_multiple": 16}, "at least segment_multiple"),
+        ([1], {"max_tokens": [8, 32], "strategy": "wrapped"}, r'under strategy "wrapped".*found \[8, 32\]'),
+        (
+            [1],
+            {"max_tokens": [8, 32], "strategy": "minibatch"},
+            r'under strategy "minibatch".*set 32, or use',
+        ),
+        ([1], {"max_tokens": [8, 32], "strategy": "step", "step_size": 2}, 'under strategy "step"'),
     ],
 )
 def test_what_cannot_be_planned_says_why(lengths: Any, options: dict[str, Any], message: str) -> None:
@@ -212,6 +265,14 @@ def test_what_cannot_be_planned_says_why(lengths: Any, options: dict[str, Any], 
         ({"strategy": "step", "step_size": 4, "scope": "global"}, "packing.scope"),
         ({"strategy": "wrapped", "balance": "attention"}, "packing.balance"),
         ({"max_tokens": 8, "segment_multiple": 16}, "packing.max_tokens"),
+        ({"max_tokens": [8, 32], "segment_multiple": 16}, "packing.max_tokens"),
+        ({"max_tokens": [8, 32], "strategy": "wrapped"}, "packing.max_tokens"),
+        ({"max_tokens": [8, 32], "strategy": "minibatch", "minibatch_size": 2}, "packing.max_tokens"),
+        ({"max_tokens": [8, 32], "strategy": "step", "step_size": 2}, "packing.max_tokens"),
+        ({"max_tokens": []}, "packing.max_tokens"),
+        ({"max_tokens": [8, 0]}, "packing.max_tokens"),
+        ({"max_tokens": [8, "9"]}, "packing.max_tokens"),
+        ({"max_tokens": "8,9"}, "packing.max_tokens"),
         ({"max_tokens": 8, "overlong": "split", "min_piece": 5}, "packing.min_piece"),
         ({"min_piece": 0}, "packing.min_piece"),
         ({"truncate_side": "end"}, "packing.truncate_side"),

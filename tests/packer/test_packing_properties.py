@@ -20,8 +20,10 @@ lengths_lists = st.lists(st.integers(0, 60), max_size=80)
 @st.composite
 def options(draw: st.DrawFn) -> dict[str, Any]:
     strategy = draw(st.sampled_from(STRATEGIES))
+    numbers = st.integers(16, 48)
+    several = strategy in ("best_fit", "sequential", "padded")
     chosen: dict[str, Any] = {
-        "max_tokens": draw(st.integers(16, 48)),
+        "max_tokens": draw(numbers | st.lists(numbers, min_size=1, max_size=4) if several else numbers),
         "strategy": strategy,
         "seed": draw(st.none() | st.integers(0, 2**63)),
         "overlong": draw(st.sampled_from(["truncate", "split", "drop"])),
@@ -40,8 +42,15 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
     return chosen
 
 
-def capacity_of(chosen: dict[str, Any]) -> Capacity:
-    return Capacity(**{name: chosen[name] for name in ("max_tokens", "segment_multiple", "pack_multiple")})
+def numbers_of(chosen: dict[str, Any]) -> list[int]:
+    """max_tokens, rising."""
+    return sorted(chosen["max_tokens"]) if isinstance(chosen["max_tokens"], list) else [chosen["max_tokens"]]
+
+
+def capacity_of(chosen: dict[str, Any], max_tokens: int | None = None) -> Capacity:
+    """Of one of the capacities; of the largest if none is named."""
+    multiples = {name: chosen[name] for name in ("segment_multiple", "pack_multiple")}
+    return Capacity(max_tokens=max_tokens or numbers_of(chosen)[-1], **multiples)
 
 
 def pack_of_segment(planned: PackPlan) -> np.ndarray[Any, Any]:
@@ -83,9 +92,29 @@ def test_packs_are_never_empty_and_never_too_long(lengths: list[int], chosen: di
         pack_of_segment(planned), weights=capacity.padded(planned.length), minlength=planned.num_packs
     )
     padded = -(-taken // chosen["pack_multiple"]) * chosen["pack_multiple"]
-    assert (padded <= chosen["max_tokens"]).all()
-    for array in (planned.example, planned.start, planned.length, offsets):
+    assert (padded <= planned.pack_capacity).all()
+    for array in (planned.example, planned.start, planned.length, offsets, planned.pack_capacity):
         assert array.dtype == np.int64
+
+
+@settings(max_examples=300)
+@given(lengths_lists, options())
+def test_each_segment_is_in_the_smallest_pack_that_holds_it(
+    lengths: list[int], chosen: dict[str, Any]
+) -> None:
+    planned = plan(lengths, **chosen)
+    capacities = [capacity_of(chosen, number) for number in numbers_of(chosen)]
+    of_segment = np.repeat(planned.pack_capacity, np.diff(planned.pack_offsets)).tolist()
+    for length, found in zip(planned.length.tolist(), of_segment, strict=True):
+        assert found == next(c.max_tokens for c in capacities if length <= c.segment)
+    # So a pack's own capacity can be told from its tokens, padding counted: readers do.
+    taken = np.bincount(
+        pack_of_segment(planned), weights=capacities[0].padded(planned.length), minlength=planned.num_packs
+    )
+    padded = -(-taken // chosen["pack_multiple"]) * chosen["pack_multiple"]
+    if len(capacities) > 1:
+        for tokens, found in zip(padded.tolist(), planned.pack_capacity.tolist(), strict=True):
+            assert found == next(c.max_tokens for c in capacities if tokens <= c.max_tokens)
 
 
 @given(lengths_lists, options())
@@ -162,6 +191,7 @@ def test_minibatch_makes_as_many_steps_as_padding(lengths: list[int], size: int,
 @given(lengths_lists, options())
 def test_a_step_is_planned_as_if_it_were_alone(lengths: list[int], chosen: dict[str, Any]) -> None:
     chosen = {**chosen, "strategy": "step", "scope": "window", "balance": "none", "seed": None}
+    chosen["max_tokens"] = numbers_of(chosen)[-1]
     size = chosen["step_size"]
     planned = plan(lengths, **chosen)
     assert planned.pack_step is not None
@@ -211,8 +241,14 @@ def test_minibatch_refuses_to_split(lengths: list[int], size: int) -> None:
         ).num_tokens == sum(lengths)
 
 
-@given(lengths_lists, st.integers(16, 48), st.sampled_from([1, 2, 5]))
-def test_an_estimate_is_what_the_plans_have(lengths: list[int], max_tokens: int, multiple: int) -> None:
+@given(
+    lengths_lists,
+    st.integers(16, 48) | st.lists(st.integers(16, 48), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 5]),
+)
+def test_an_estimate_is_what_the_plans_have(
+    lengths: list[int], max_tokens: int | list[int], multiple: int
+) -> None:
     estimated = estimate(lengths, max_tokens, minibatch_size=2, segment_multiple=multiple)
     rows = {row.name: row for row in estimated.rows}
     assert estimated.lower_bound_packs == lower_bound(lengths, max_tokens, segment_multiple=multiple)
@@ -225,6 +261,12 @@ def test_an_estimate_is_what_the_plans_have(lengths: list[int], max_tokens: int,
             planned.tokens_dropped,
         )
         assert row.num_packs >= estimated.lower_bound_packs
+        assert row.fill == pytest.approx(planned.num_tokens / max(1, planned.pack_capacity.sum()))
     whole = plan(lengths, max_tokens, scope="global", segment_multiple=multiple)
-    assert rows["best_fit (global)"].num_packs == whole.num_packs >= estimated.lower_bound_packs
+    row = rows["best_fit (global)"]
+    assert row.num_packs == whole.num_packs >= estimated.lower_bound_packs
+    assert row.fill == pytest.approx(whole.num_tokens / max(1, whole.pack_capacity.sum()))
+    refused = isinstance(max_tokens, list) and len(set(max_tokens)) > 1
+    for name in ("wrapped", "minibatch", "step"):
+        assert ("must be one number" in (rows[name].problem or "")) == refused
     assert rows["padding"].tokens_computed >= rows["padding"].tokens_packed

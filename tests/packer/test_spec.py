@@ -147,7 +147,15 @@ def test_the_id_of_a_spec_is_written_down() -> None:
     assert _id(FULL) == "babac7719dbbf9406f9c2cf96cc4d1df"
 
 
-def test_a_job_survives_its_document() -> None:
-    spec = parse_spec(FULL)
+def test_capacities_are_said_in_one_way() -> None:
+    several = changed("packing.max_tokens", [8192, 2048, 8192])
+    assert parse_spec(several).packing.max_tokens == (2048, 8192)
+    assert _id(several) == _id(changed("packing.max_tokens", [2048, 8192])) != _id(FULL)
+    assert _id(changed("packing.max_tokens", [8192])) == _id(changed("packing.max_tokens", 8192))
+
+
+@pytest.mark.parametrize("max_tokens", [8192, [2048, 8192]])
+def test_a_job_survives_its_document(max_tokens: Any) -> None:
+    spec = parse_spec(changed("packing.max_tokens", max_tokens))
     job = Job(dataset="d", spec=spec, inputs=INPUTS, tokenizer_digest="t", ignored=("x.bak",))
     assert job_from_document(json.loads(canonical_json(job_to_document(job)))) == job
