@@ -22,6 +22,7 @@ from packer.store import LocalStore, NoSpaceLeft
 from service import problems, uploads
 from service.auth import known_parameters_only
 from service.feeds import cancelled_key
+from service.requests import read_body
 from service.schemas import DatasetList, DatasetView, SpecModel
 from service.state import Service, service_of
 
@@ -54,7 +55,7 @@ async def post_dataset(
     """Pack what a spec asks for. The same spec and content give the same dataset."""
     if service.scheduler is None:
         raise problems.read_only()
-    spec = _parse(await _body(request, service.settings.max_spec_bytes))
+    spec = _parse(await read_body(request, service.settings.max_spec_bytes))
     job = await service.long_in_thread(_resolve, spec, service)
     is_new = await service.long_in_thread(_register, job, service.store, logs.request_id.get())
     if is_new:
@@ -65,15 +66,6 @@ async def post_dataset(
         raise problems.unknown_dataset(job.dataset)
     headers = {"Location": f"/v1/datasets/{job.dataset}"}
     return JSONResponse(view, status_code=202 if is_new else 200, headers=headers)
-
-
-async def _body(request: Request, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise problems.too_large(max_bytes)
-    return bytes(body)
 
 
 def _parse(body: bytes) -> Spec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable
 
@@ -14,7 +15,11 @@ from prometheus_client import (
     generate_latest,
 )
 
+from service.clients import ClientMetrics
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_MOST_LAGS = 1000  # series
 
 _LATENCIES_S = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, math.inf)
 
@@ -77,6 +82,7 @@ class Metrics:
                 ("packs", "packs"),
                 ("capacity_tokens", "tokens that fit into the packs; tokens over these is the fill"),
                 ("shards", "shards"),
+                ("bytes", "bytes of shards"),
                 ("partitions", "partitions"),
             )
         }
@@ -88,12 +94,13 @@ class Metrics:
         )
         self.tasks_running = Gauge(
             "padfree_tasks_running",
-            "Tasks (an input to index, a partition to pack) that this process has handed out",
+            "Tasks that this process has handed out: inputs to index, partitions to pack",
+            ["kind"],
             registry=r,
         )
         self.tasks_ended = Counter(
             "padfree_tasks_ended_total",
-            "Tasks that ended: done, failed, or their worker died; these are tried again",
+            "Tasks that ended: done, failed; worker_died and store_failed are tried again, twice at most",
             ["how"],
             registry=r,
         )
@@ -103,6 +110,7 @@ class Metrics:
             ["dataset", "rank"],
             registry=r,
         )
+        self.clients = ClientMetrics(r)
         self.store_free_bytes = Gauge(
             "padfree_store_free_bytes", "Free space of the store's file system", registry=r
         )
@@ -121,7 +129,8 @@ class Metrics:
             (self.first_batch_seconds, ("ready", "packing")),
             (self.wait_seconds, ("reader", "packing")),
             (self.jobs_ended, ("ready", "failed", "busy", "cancelled", "error")),
-            (self.tasks_ended, ("done", "worker_died", "failed")),
+            (self.tasks_running, ("input", "partition")),
+            (self.tasks_ended, ("done", "worker_died", "store_failed", "failed")),
             (self.rows_left_out, ("empty", "overlong", "rejected", "untrained")),
         ):
             for value in values:
@@ -133,9 +142,15 @@ class Metrics:
             self.datasets.labels(state).set(found.count(state))
 
     def show_lags(self, lags: Iterable[tuple[str, int, int]]) -> None:
-        """What the open streams have left: (dataset, rank, steps) each; the others are forgotten."""
-        self.stream_lag.clear()
+        """What the open streams have left: (dataset, rank, steps) each; the others are forgotten.
+
+        Where there are very many, the ranks that lag the most; of two streams of one rank, the later.
+        """
+        most: dict[tuple[str, int], int] = {}
         for dataset, rank, steps in lags:
+            most[dataset, rank] = max(steps, most.get((dataset, rank), 0))
+        self.stream_lag.clear()
+        for (dataset, rank), steps in heapq.nlargest(_MOST_LAGS, most.items(), key=lambda one: one[1]):
             self.stream_lag.labels(dataset, str(rank)).set(steps)
 
     def text(self) -> bytes:

@@ -91,7 +91,7 @@ def malformed_json(detail: str) -> Problem:
 
 
 def too_large(required: int) -> Problem:
-    detail = f"a spec of at most {required} bytes is required, the body is longer"
+    detail = f"a body of at most {required} bytes is required, found a longer one"
     return Problem("too-large", 413, "Body too large", detail)
 
 

@@ -8,6 +8,7 @@ import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from packer.logs import request_id
@@ -80,7 +81,9 @@ class RequestContext:
         self._metrics.requests.labels(route, scope["method"], str(status)).inc()
         if not route.endswith("/stream"):
             self._metrics.request_seconds.labels(route).observe(seconds)
-        is_poll = scope["method"] in ("GET", "HEAD") and route in _POLLED and 0 < status < 400
+        is_poll = 0 < status < 400 and (
+            (scope["method"] in ("GET", "HEAD") and route in _POLLED) or route.endswith("/streams")
+        )
         log.log(
             logging.DEBUG if is_poll else logging.INFO,
             "%s %s %d, %d bytes, %.1f ms",
@@ -91,6 +94,16 @@ class RequestContext:
             seconds * 1000,
             extra=_about(scope),
         )
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises the Problem too-large, without reading on."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise problems.too_large(max_bytes)
+    return bytes(body)
 
 
 def _route(scope: Scope) -> str:

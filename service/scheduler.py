@@ -249,9 +249,12 @@ class _Counted:
     def __init__(self, metrics: Metrics, num_commits: int, *, max_tokens: int) -> None:
         self._metrics, self._max_tokens = metrics, max_tokens
         self._num_commits = num_commits  # counted already, by this run or one before
+        self._num_shards: int | None = None  # of these
 
     def add(self, manifest: Manifest) -> None:
         packed, left_out = self._metrics.packed, self._metrics.rows_left_out
+        if self._num_shards is None:
+            self._num_shards = sum(one.get("num_shards", 0) for one in manifest.counters[: self._num_commits])
         for one in manifest.counters[self._num_commits :]:
             packed["rows"].inc(one.get("rows_packed", 0))
             packed["tokens"].inc(one.get("tokens_packed", 0))
@@ -259,6 +262,8 @@ class _Counted:
             room = [c["num_packs"] * c["max_tokens"] for c in of_capacities(one, self._max_tokens)]
             packed["capacity_tokens"].inc(sum(room))
             packed["shards"].inc(one.get("num_shards", 0))
+            first, self._num_shards = self._num_shards, self._num_shards + one.get("num_shards", 0)
+            packed["bytes"].inc(sum(shard.num_bytes for shard in manifest.shards[first : self._num_shards]))
             packed["partitions"].inc()
             for reason in self._REASONS:
                 left_out.labels(reason).inc(one.get(f"rows_{reason}", 0))

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from packer import logs
 from packer.runners import Done, Runner, Tasks, WorkerDied
+from packer.store import NoSpaceLeft, StoreError
 from service.metrics import Metrics
 
 
@@ -37,30 +39,32 @@ class CountedRunner:
 class _CountedTasks:
     def __init__(self, tasks: Tasks, metrics: Metrics) -> None:
         self._tasks, self._metrics = tasks, metrics
-        self._num_running = 0
+        self._running: dict[int, str] = {}  # task: its kind
 
     def submit(self, function: Callable[..., Any], *args: Any) -> int:
         task = self._tasks.submit(function, *args)
-        self._count(1)
+        kind = self._running[task] = "input" if logs.partition_number.get() is None else "partition"
+        self._metrics.tasks_running.labels(kind).inc()
         return task
 
     def wait(self, timeout_s: float) -> list[Done]:
         ended = self._tasks.wait(timeout_s)
         for done in ended:
-            self._count(-1)
+            self._metrics.tasks_running.labels(self._running.pop(done.task)).dec()
             self._metrics.tasks_ended.labels(_how(done.error)).inc()
         return ended
 
     def forget(self) -> None:
         """Tasks that still run are cancelled by the runner."""
-        self._count(-self._num_running)
-
-    def _count(self, change: int) -> None:
-        self._num_running += change
-        self._metrics.tasks_running.inc(change)
+        for kind in self._running.values():
+            self._metrics.tasks_running.labels(kind).dec()
+        self._running.clear()
 
 
 def _how(error: BaseException | None) -> str:
     if error is None:
         return "done"
-    return "worker_died" if isinstance(error, WorkerDied) else "failed"
+    if isinstance(error, WorkerDied):
+        return "worker_died"
+    is_transient = isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft)
+    return "store_failed" if is_transient else "failed"

@@ -68,6 +68,7 @@ class Meter:
         self.first_batch_s = self.get_wait_s = self.put_wait_s = self.elapsed_s = 0.0
         self.idle_share_before = self.idle_share_after = 0.0
         self.occupancy = 0
+        self.waiting_since: float | None = None  # the loop waits for a batch, not its first, now
 
     def stats(self) -> StreamStats:
         return StreamStats(
@@ -127,8 +128,10 @@ class _Buffer(Generic[T]):
         start = time.monotonic()
         with self._changed:
             occupancy = len(self._items)
+            self._meter.waiting_since = None if self._first is None else start
             while not self._items and not self._ended and not self.closed.is_set():
                 self._changed.wait()
+            self._meter.waiting_since = None
             if not self._items:
                 error, self._error = self._error, None
                 raise error or StopIteration

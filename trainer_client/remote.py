@@ -29,6 +29,7 @@ from trainer_client.transport import Received, Request, RequestIds, capacities_o
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
+_REPORT_S = 5.0
 _PIECE_BYTES = 256 << 10  # read at once
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_BODY_BYTES = 1 << 31
@@ -43,6 +44,8 @@ class HttpTransport:
     `silence_s`: after so long without a byte the connection is taken for dead and opened again.
     `ids`: each request is sent under one of them (X-Request-Id), and errors name it.
     """
+
+    hears_reports = True
 
     def __init__(
         self,
@@ -102,6 +105,17 @@ class HttpTransport:
             return self._view().get("state") in ("queued", "packing")
         except Lost:
             return False
+
+    def report(self, figures: dict[str, Any]) -> bool:
+        headers = {**self._numbered_headers(), "Content-Type": "application/json"}
+        connection = self._connect(_REPORT_S)
+        try:
+            connection.request("POST", f"{self._path}/streams", json.dumps(figures), headers)
+            return connection.getresponse().status == 204
+        except _FAULTS:
+            return False
+        finally:
+            connection.close()
 
     def _step_sizes(self, is_ready: bool) -> NDArray[np.int64]:
         """Packs of each optimiser step that is committed by now."""

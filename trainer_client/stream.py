@@ -43,6 +43,7 @@ from trainer_client.errors import (
 )
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
+from trainer_client.reports import Reporter
 from trainer_client.transport import RequestIds, Transport, open_transport
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class PackedStream:
     device: where batches shall be when they are taken; on CUDA they travel beside the training.
     token: for a service with PADFREE_TOKENS.
     timeout_s: after so long without a step an error instead of another try.
+    report_s: how often a service is told how long the loop waited for data, for its /metrics; None: never.
 
     A dataset of strategy "step" says itself how many packs an optimiser step has, and packs_per_step and
     tail are not used: each batch is a micro-batch of one pack, `batch.step_done` is true on the last one of
@@ -95,6 +97,7 @@ class PackedStream:
         device: Any = None,
         token: str | None = None,
         timeout_s: float = 600.0,
+        report_s: float | None = 30.0,
     ) -> None:
         if epochs is not None and epochs < 1:
             raise ValueError(f"epochs: 1 or more is required (or None for no end), found {epochs}")
@@ -114,6 +117,7 @@ class PackedStream:
         self._prefetch_steps, self._prefetch_bytes = prefetch_steps, prefetch_bytes
         self._device = device
         self._source, self._token, self._timeout_s = source, token, timeout_s
+        self._report_s = report_s
         self._cursor = Cursor()
         self._skips: tuple[Skip, ...] = ()
         self._num_fillers = 0  # that the loaded state may count as packs
@@ -127,11 +131,12 @@ class PackedStream:
             self._source, self.dataset, token=self._token, timeout_s=self._timeout_s, ids=self._ids
         )
         self._meter = Meter()
+        self._reporter = Reporter(self._meter, rank=self._split.rank, every_s=self._report_s)
         self._iteration = 0  # the running one; an older one must not go on
         self._prefetcher: weakref.ref[Prefetcher[PackedBatch]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_transport", "_ids", "_meter", "_iteration", "_prefetcher")
+        own = ("_transport", "_ids", "_meter", "_reporter", "_iteration", "_prefetcher")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,6 +172,7 @@ class PackedStream:
             meter=self._meter,
         )
         self._prefetcher = weakref.ref(prefetcher)
+        self._reporter.start(self._transport, reader.cancelled)
         return self._taken(prefetcher, reader, iteration)
 
     def _go_on(self) -> None:

@@ -52,6 +52,7 @@ class Transport(Protocol):
     """Brings packs from where they lie. One thread reads; `layout` and `close` may come from another."""
 
     dataset: str
+    hears_reports: bool  # whether somebody is there to tell how the loop fares
     label: str  # for messages: the dataset, and the stream's id where a service logs it
 
     def layout(self) -> Layout:
@@ -80,6 +81,10 @@ class Transport(Protocol):
 
     def still_packing(self) -> bool:
         """Whether a silent stream only waits for packs that are being made."""
+        ...
+
+    def report(self, figures: dict[str, Any]) -> bool:
+        """Tell the service how the loop fares. Whether it arrived; raises nothing, waits seconds at most."""
         ...
 
     def fresh(self) -> Transport:

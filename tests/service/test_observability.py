@@ -11,9 +11,11 @@ import pytest
 from packs import build_dataset, numbered_packs, random_packs
 from serving import running, wait_for
 
+from packer import logs
 from packer.logs import dataset_id, request_id
 from packer.runners import InlineRunner, WorkerDied
-from service import logs
+from packer.store import StoreError
+from service import logs as service_logs
 from service.metrics import Metrics
 from service.settings import Settings
 from service.tasks import CountedRunner
@@ -33,15 +35,23 @@ def fail(error):
 def test_tasks_are_counted_by_how_they_end():
     metrics = Metrics()
     with CountedRunner(InlineRunner(), metrics).open() as tasks:
-        for function, argument in ((abs, -1), (fail, WorkerDied("gone")), (fail, ValueError("bad"))):
+        for function, argument in (
+            (abs, -1),
+            (fail, WorkerDied("gone")),
+            (fail, StoreError("stale handle")),
+            (fail, ValueError("bad")),
+        ):
             tasks.submit(function, argument)
-        assert value(metrics.text().decode(), "padfree_tasks_running") == 3
-        ended = [done for _ in range(3) for done in tasks.wait(1.0)]
-        assert len(ended) == 3
-        tasks.submit(abs, -1)  # cancelled when the block ends
+        assert value(metrics.text().decode(), 'padfree_tasks_running{kind="input"}') == 4
+        ended = [done for _ in range(4) for done in tasks.wait(1.0)]
+        assert len(ended) == 4
+        with logs.using({"partition": 0}):
+            tasks.submit(abs, -1)  # cancelled when the block ends
+        assert value(metrics.text().decode(), 'padfree_tasks_running{kind="partition"}') == 1
     text = metrics.text().decode()
-    assert value(text, "padfree_tasks_running") == 0
-    for how in ("done", "worker_died", "failed"):
+    for kind in ("input", "partition"):
+        assert value(text, f'padfree_tasks_running{{kind="{kind}"}}') == 0
+    for how in ("done", "worker_died", "store_failed", "failed"):
         assert value(text, f'padfree_tasks_ended_total{{how="{how}"}}') == 1
 
 
@@ -98,7 +108,7 @@ def test_the_space_of_the_store_is_told(tmp_path):
 def json_logs():
     loggers = {name: logging.getLogger(name) for name in ("padfree", "uvicorn")}
     before = {name: one.__dict__ | {"handlers": list(one.handlers)} for name, one in loggers.items()}
-    yield lambda: logs.configure(Settings.from_environment({}, log_format="json"))
+    yield lambda: service_logs.configure(Settings.from_environment({}, log_format="json"))
     for name, attributes in before.items():
         logging.getLogger(name).__dict__.update(attributes)
 
@@ -128,7 +138,7 @@ def test_packing_logs_under_the_request_that_asked_for_it(json_logs, capsys, tmp
         )
         assert posted.status == 202, posted.body
         dataset = posted.json["id"]
-        server.wait_for_state(dataset, "ready")
+        ended_view = server.wait_for_state(dataset, "ready")
         text = server.get("/metrics").body.decode()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     told = [line for line in lines if line["logger"] == "padfree.packer"]
@@ -144,6 +154,7 @@ def test_packing_logs_under_the_request_that_asked_for_it(json_logs, capsys, tmp
     assert len({line["job"] for line in (*told, ended)}) == 1
     assert told[-1]["worker"].endswith(f"/{os.getpid()}")
     assert value(text, "padfree_packed_tokens_total") == 60
+    assert value(text, "padfree_packed_bytes_total") == ended_view["progress"]["num_bytes"] > 0
     assert (
         value(text, "padfree_packed_capacity_tokens_total") == value(text, "padfree_packed_packs_total") * 8
     )
@@ -206,3 +217,11 @@ def test_polls_are_told_at_level_debug_only(json_logs, capsys, tmp_path):
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     told = [line["message"].split(",")[0] for line in lines if line["logger"] == "padfree.access"]
     assert told == [f"GET {one}/shards/0 200", "GET /v1/datasets/none 404"]
+
+
+def test_the_ranks_that_lag_most_are_told_and_the_later_stream_of_a_rank_counts(monkeypatch):
+    monkeypatch.setattr("service.metrics._MOST_LAGS", 2)
+    metrics = Metrics()
+    metrics.show_lags([("d", 0, 5), ("d", 0, 7), ("d", 1, 1), ("d", 2, 9)])
+    told = re.findall(r"^padfree_stream_lag_steps(.*)$", metrics.text().decode(), flags=re.MULTILINE)
+    assert told == ['{dataset="d",rank="2"} 9.0', '{dataset="d",rank="0"} 7.0']
