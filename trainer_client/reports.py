@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from trainer_client.prefetch import Meter
 from trainer_client.transport import Transport
+
+_LAST_S = 1.0  # what the end of an iteration waits for its last report; else it goes on by itself
 
 
 class Reporter:
@@ -29,13 +32,20 @@ class Reporter:
         self._told = dict.fromkeys(_figures(meter), 0)
         self._sending = threading.Lock()  # the last of one iteration, the first of the next
 
-    def start(self, transport: Transport, ended: threading.Event) -> None:
-        """Report from now on, and once more when `ended` is set."""
-        if self._every_s is not None and transport.hears_reports:
-            thread = threading.Thread(
-                target=self._run, args=(transport, ended, self._every_s), name="padfree-reports", daemon=True
-            )
-            thread.start()
+    def start(self, transport: Transport, ended: threading.Event) -> Callable[[], None]:
+        """Report from now on, and once more when `ended` is set. Gives the wait for that last one."""
+        if self._every_s is None or not transport.hears_reports:
+            return lambda: None
+        thread = threading.Thread(
+            target=self._run, args=(transport, ended, self._every_s), name="padfree-reports", daemon=True
+        )
+        thread.start()
+
+        def wait() -> None:
+            if thread is not threading.current_thread():
+                thread.join(_LAST_S)
+
+        return wait
 
     def _run(self, transport: Transport, ended: threading.Event, every_s: float) -> None:
         while not ended.wait(every_s):

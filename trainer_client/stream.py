@@ -163,16 +163,21 @@ class PackedStream:
             num_fillers=self._num_fillers,
         )
         cursor = self._cursor
+        wait_for_report = self._reporter.start(self._transport, reader.cancelled)
+
+        def cancel() -> None:
+            reader.cancel()
+            wait_for_report()
+
         prefetcher = Prefetcher(
             lambda: reader.batches(cursor),
             size=lambda batch: batch.num_bytes,
-            cancel=reader.cancel,
+            cancel=cancel,
             max_items=self._prefetch_steps,
             max_bytes=self._prefetch_bytes,
             meter=self._meter,
         )
         self._prefetcher = weakref.ref(prefetcher)
-        self._reporter.start(self._transport, reader.cancelled)
         return self._taken(prefetcher, reader, iteration)
 
     def _go_on(self) -> None:

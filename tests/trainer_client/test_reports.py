@@ -86,3 +86,22 @@ def test_there_is_no_thread_without_somebody_to_tell(tmp_path):
     service.hears_reports = True
     Reporter(Meter(), rank=0, every_s=None).start(service, ended)
     assert set(threading.enumerate()) <= before
+
+
+def test_the_end_waits_for_the_last_report_but_not_for_a_dead_service():
+    class Dead(Service):
+        def report(self, figures):
+            go_on.wait(60)
+            return False
+
+    go_on, meter = threading.Event(), Meter()
+    meter.num_batches = 1
+    for service in (Service(), Dead()):
+        ended = threading.Event()
+        wait = Reporter(meter, rank=0, every_s=600.0).start(service, ended)
+        ended.set()
+        since = time.monotonic()
+        wait()
+        assert time.monotonic() - since < 30.0
+        assert len(service.reports) == (not isinstance(service, Dead))
+    go_on.set()
