@@ -9,7 +9,7 @@ pretrain_gpt.py), to be used with
     --variable-seq-lengths          rows differ in length (with pipeline parallelism)
     --dataloader-type external      the stream is the iterator, dealt out by data parallel rank already
 
-Under context parallelism pack with `segment_multiple` = 2 x its size (spec, `packing`).
+Under context parallelism open the stream with `segment_multiple=parallel_multiple(context_parallel=…, …)`.
 """
 
 from __future__ import annotations

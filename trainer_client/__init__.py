@@ -25,6 +25,7 @@ from trainer_client.errors import (
     UnknownDataset,
 )
 from trainer_client.mixing import MixedStream
+from trainer_client.multiples import parallel_multiple
 from trainer_client.prefetch import StreamStats
 from trainer_client.stream import PackedStream
 
@@ -45,6 +46,7 @@ __all__ = [
     "StreamStats",
     "StreamTimeout",
     "UnknownDataset",
+    "parallel_multiple",
 ]
 
 

@@ -63,6 +63,8 @@ class MixedStream:
             raise ValueError("streams: at least one is required, each with a name of its own; use a mapping")
         if len({(one._split.rank, one._split.world_size) for one in self.streams}) > 1:
             raise ValueError("streams: one rank and world_size for all is required")
+        if len(multiples := {one._segment_multiple for one in self.streams}) > 1:
+            raise ValueError(f"streams: one segment_multiple for all is required, found {sorted(multiples)}")
         if until not in ("first_exhausted", "all_exhausted"):
             raise ValueError(f'until: "first_exhausted" or "all_exhausted" is required, found {until!r}')
         if batches_per_step < 1:

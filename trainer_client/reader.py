@@ -14,10 +14,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from packer.shard import Pack
 from trainer_client.batch import PackedBatch, flatten
 from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_place, require_steps
 from trainer_client.cursor import Cursor, Split, Term, to_state
 from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamTimeout
+from trainer_client.multiples import with_multiple
 from trainer_client.prefetch import Meter
 from trainer_client.transport import Received, Request, Transport
 
@@ -102,6 +104,7 @@ class Reader:
     device: Any = None
     lane: Lane = field(default_factory=Lane)
     skips: tuple[Skip, ...] = ()
+    segment_multiple: int = 1
     num_fillers: int = 0  # that a loaded state may count as packs
     cancelled: threading.Event = field(default_factory=threading.Event)
     layout: Layout | None = None
@@ -289,10 +292,13 @@ class Reader:
             raise Lost(f"step {step} came, but the dataset does not list its optimiser step yet")
         return course
 
+    def _padded(self, pack: Pack) -> Pack:
+        return pack if self.segment_multiple == 1 else with_multiple(pack, self.segment_multiple)
+
     def _batch(self, group: list[Received], course: Course, step: int) -> PackedBatch:
         stamp, packs = group[-1].stamp, [received.pack for received in group]
         return flatten(
-            packs,
+            [self._padded(pack) for pack in packs],
             padding=[received.stamp.padding for received in group],
             epoch=course.start.epoch,
             step=course.start.step + step,

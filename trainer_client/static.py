@@ -49,6 +49,12 @@ def shape_for(batch: PackedBatch, static: bool | StaticShape) -> StaticShape:
             raise ValueError(
                 "static=True: this batch does not know its dataset's max_tokens; give a StaticShape"
             )
+        if batch.num_tokens > batch.max_tokens:
+            raise ShapeExceeded(
+                f"step {batch.step} of epoch {batch.epoch} has {batch.num_tokens} tokens, the dataset's "
+                f"max_tokens allow {batch.max_tokens}: padding segments to a multiple made it longer; give a "
+                "StaticShape with more, or pack with packing.segment_multiple"
+            )
         most = max(batch.max_tokens // _TOKENS_A_SEGMENT, 16)
         while most < batch.num_segments + 1:
             most *= 2

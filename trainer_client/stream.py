@@ -41,6 +41,7 @@ from trainer_client.errors import (
     StreamRefused,
     UnknownDataset,
 )
+from trainer_client.multiples import require_multiple
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
 from trainer_client.reports import Reporter
@@ -65,6 +66,9 @@ class PackedStream:
         train nothing.
     balance: "attention" gives each rank of a step packs of about the same cost for attention and the rest
         of the model, the same packs a step as "none" does.
+    segment_multiple: pads every segment to a multiple with tokens that train nothing, for context parallelism
+        and the like (trainer_client.parallel_multiple), as a dataset packed with it has them: a batch grows
+        by less than that many tokens a segment. No part of the state.
     prefetch_steps, prefetch_bytes: how far a thread reads ahead (at least one step).
     device: where batches shall be when they are taken; on CUDA they travel beside the training.
     token: for a service with PADFREE_TOKENS.
@@ -92,6 +96,7 @@ class PackedStream:
         shuffle_seed: int | None = 0,
         tail: Tail = "drop",
         balance: Balance = "none",
+        segment_multiple: int = 1,
         prefetch_steps: int = 4,
         prefetch_bytes: int = 64 << 20,
         device: Any = None,
@@ -104,6 +109,7 @@ class PackedStream:
         if prefetch_steps < 1:
             raise ValueError(f"prefetch_steps: 1 or more is required, found {prefetch_steps}")
         self.dataset = dataset
+        self._segment_multiple = require_multiple(segment_multiple)
         self._split = Split(
             rank=rank,
             world_size=world_size,
@@ -161,6 +167,7 @@ class PackedStream:
             lane=self._lane,
             skips=self._skips,
             num_fillers=self._num_fillers,
+            segment_multiple=self._segment_multiple,
         )
         cursor = self._cursor
         wait_for_report = self._reporter.start(self._transport, reader.cancelled)
