@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packer.convert import FOREIGN_NAMES, ConversionError, convert, is_foreign
 from packer.store import LocalStore
 
 BUNDLE_NAMES = (
@@ -55,6 +56,8 @@ class Bundle:
     ) -> Bundle:
         """The bundle of a folder, of a tokenizer.json alone, or of a Hub id ("org/name").
 
+        Other files of tokenizers (tokenizer.model, tekken.json, …) are converted: packer.convert.
+
         chat_template: a Jinja text (one with a "{" in it) or the path of one; it takes the place of
         the tokenizer's own. roots: folders that the path of a template must lead into; None allows all. (A
         template prints what its file says; of a tokenizer's folder, which may lie where models lie, nothing
@@ -78,16 +81,22 @@ class Bundle:
         place = Path(path)
         if place.is_dir():
             files = {name: (place / name).read_bytes() for name in BUNDLE_NAMES if (place / name).is_file()}
-            if "tokenizer.json" not in files:
+            foreign = {} if "tokenizer.json" in files else _foreign(place)
+            if foreign:
+                files |= _converted(foreign, files)
+            elif "tokenizer.json" not in files:
                 found = ", ".join(sorted(entry.name for entry in place.iterdir())[:10]) or "nothing"
                 if roots is not None:  # whoever asks a service may not look around on its disk
                     found = "none"
                 raise TokenizerError(
-                    f"tokenizer.path: the folder {place} must hold a tokenizer.json, found {found}; "
+                    f"tokenizer.path: the folder {place} must hold a tokenizer.json (or tokenizer.model, "
+                    "tekken.json, a *.tiktoken file, vocab.json with merges.txt), "
+                    f"found {found}; "
                     "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of transformers writes one"
                 )
         elif place.is_file():
-            files = {"tokenizer.json": place.read_bytes()}
+            data = place.read_bytes()
+            files = _converted({place.name: data}, {}) if is_foreign(data) else {"tokenizer.json": data}
         else:
             files = _download(str(path), revision)
         for name, data in files.items():
@@ -124,6 +133,27 @@ class Bundle:
     def document(self, name: str) -> dict[str, Any]:
         """A JSON file of the bundle; {} where there is none."""
         return _json(name, self.files[name], None) if name in self.files else {}
+
+
+def _foreign(folder: Path) -> dict[str, bytes]:
+    """The files of a folder that a tokenizer.json can be made of."""
+    for names in FOREIGN_NAMES:
+        found = [path for name in names for path in sorted(folder.glob(name)) if path.is_file()]
+        if len(found) == len(names):
+            return {path.name: path.read_bytes() for path in found}
+        if len(found) > len(names):
+            raise TokenizerError(
+                f"tokenizer.path: the folder {folder} must hold one file {names[0]}, found {len(found)}; "
+                "name the file"
+            )
+    return {}
+
+
+def _converted(foreign: Mapping[str, bytes], beside: Mapping[str, bytes]) -> dict[str, bytes]:
+    try:
+        return convert(foreign, beside)
+    except ConversionError as error:
+        raise TokenizerError(f"tokenizer.path: {error}") from error
 
 
 def _check_inside(path: Path, roots: Sequence[Path] | None) -> None:
@@ -165,13 +195,14 @@ def _download(path: str, revision: str | None) -> dict[str, bytes]:
     parts = path.split("/")
     if len(parts) != 2 or not all(parts) or parts[0].startswith((".", "~")):
         raise TokenizerError(
-            f"tokenizer.path: a folder with a tokenizer.json, a tokenizer.json, or a Hub id (org/name) is "
+            f"tokenizer.path: a folder with a tokenizer, a tokenizer.json, or a Hub id (org/name) is "
             f"required, found {path!r}: there is no such folder or file"
         )
     from huggingface_hub import snapshot_download  # heavy, and of no use to local tokenizers
 
+    patterns = [*BUNDLE_NAMES, *(name for names in FOREIGN_NAMES for name in names)]
     try:
-        folder = snapshot_download(path, revision=revision, allow_patterns=list(BUNDLE_NAMES))
+        folder = snapshot_download(path, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the Hub's client raises many kinds, the HTTP client's too
         raise TokenizerError(
             f"tokenizer.path: there is no folder or file {path!r} here, and the Hub did not give it "

@@ -87,12 +87,12 @@ def test_through_a_store(tmp_path):
     ("make", "message"),
     [
         (lambda folder: folder / "absent", "there is no such folder or file"),
-        (lambda folder: folder, r"must hold a tokenizer.json, found tokenizer.model"),
-        (lambda folder: folder / "tokenizer.model", "tokenizer.json of .* must be JSON"),
+        (lambda folder: folder, r"must hold a tokenizer.json \(or .*found weights.bin"),
+        (lambda folder: folder / "weights.bin", "tokenizer.json of .* must be JSON"),
     ],
 )
 def test_what_is_not_there_is_told(tmp_path, make, message):
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0b")
+    (tmp_path / "weights.bin").write_bytes(b"\x0b\x0a")
     with pytest.raises(TokenizerError, match=message):
         Bundle.read(make(tmp_path))
 
