@@ -54,7 +54,7 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
     problems.install(app)
     # The one added last is outermost: a refused request has an id and a log line too.
     app.add_middleware(BearerTokens, tokens=settings.tokens)
-    app.add_middleware(RequestContext, metrics=service.metrics)
+    app.add_middleware(RequestContext, metrics=service.metrics, stopping=service.stopping)
     return app
 
 

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Mount
 
 from packer.logs import request_id
 from packer.manifest import repair
@@ -191,13 +192,23 @@ async def _framework(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     title = http.HTTPStatus(error.status_code).phrase
     kind = title.lower().replace(" ", "-")
-    detail = str(error.detail)
+    detail, headers = str(error.detail), dict(error.headers or {})
     if error.status_code == 404:
         detail = "nothing is at this address; /docs lists what there is"
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        detail = f"{request.method} is not possible here; possible: {allowed}"
-    return Problem(kind, error.status_code, title, detail, headers=error.headers).response()
+        headers["Allow"] = ", ".join(_possible_methods(request))
+        detail = f"{request.method} is not possible here; possible: {headers['Allow']}"
+    return Problem(kind, error.status_code, title, detail, headers=headers).response()
+
+
+def _possible_methods(request: Request) -> list[str]:
+    """Methods of all routes at this address; the framework names those of the first alone."""
+    routes = [route for route in request.app.routes if not isinstance(route, Mount)]
+    return [
+        method
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+    ] or ["GET", "HEAD"]  # of files
 
 
 async def _validation(_: Request, error: Exception) -> Response:

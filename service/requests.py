@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -19,14 +20,13 @@ log = logging.getLogger("padfree.access")
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 # Asked for every few seconds by probes, scrapers, pages and waiting clients: told at level debug.
+_PROBED = frozenset({"/healthz", "/readyz", "/metrics"})
 _POLLED = frozenset(
     {
-        "/healthz",
-        "/readyz",
-        "/metrics",
-        "/v1/datasets",
-        "/v1/datasets/{dataset}",
-        "/v1/datasets/{dataset}/shards",
+        ("GET", "/v1/datasets"),
+        ("GET", "/v1/datasets/{dataset}"),
+        ("GET", "/v1/datasets/{dataset}/shards"),
+        ("POST", "/v1/datasets/{dataset}/streams"),
     }
 )
 
@@ -34,8 +34,8 @@ _POLLED = frozenset(
 class RequestContext:
     """Gives each request an id (X-Request-Id, the caller's where it sent one), counts it and logs it."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, stopping: asyncio.Event) -> None:
+        self._app, self._metrics, self._stopping = app, metrics, stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -67,6 +67,13 @@ class RequestContext:
 
         try:
             await self._app(scope, receive, counted)
+        except asyncio.CancelledError:
+            if not self._stopping.is_set():
+                raise
+            log.warning("%s %s is given up: the service stops", scope["method"], scope["path"])
+            if status == 0:
+                gone = problems.transient("the service stops; send the request again in a moment")
+                await gone.response()(scope, receive, counted)
         except Exception:
             # Here, and not in the server, so that log line and answer carry the id.
             log.exception("%s %s failed", scope["method"], scope["path"])
@@ -81,9 +88,7 @@ class RequestContext:
         self._metrics.requests.labels(route, scope["method"], str(status)).inc()
         if not route.endswith("/stream"):
             self._metrics.request_seconds.labels(route).observe(seconds)
-        is_poll = 0 < status < 400 and (
-            (scope["method"] in ("GET", "HEAD") and route in _POLLED) or route.endswith("/streams")
-        )
+        is_poll = route in _PROBED or (0 < status < 400 and (scope["method"], route) in _POLLED)
         log.log(
             logging.DEBUG if is_poll else logging.INFO,
             "%s %s %d, %d bytes, %.1f ms",

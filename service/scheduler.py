@@ -135,6 +135,8 @@ class Scheduler:
         with self._change:
             self._runner, self.runner_state = runner, "ok"
             self._change.notify_all()
+        if self._stopping:  # while it started: nobody may wait to close it
+            runner.close()
         log.info("packing with %s, %d workers", runner.name, runner.num_workers)
         return True
 

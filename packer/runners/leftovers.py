@@ -2,11 +2,13 @@
 
 Ray's processes end with the one that started them, but two of its agents outlive a SIGKILL, and so does
 its folder. Each embedded Ray therefore has a folder that names its owner and an environment variable
-that names the folder; the next start ends what belongs to owners that are gone.
+that names the folder. Its owner ends what is left of it when it exits; where it could not, since it
+was killed, the next start does.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
@@ -26,7 +28,17 @@ def make_folder() -> str:
     """
     folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-")
     os.environ[_VARIABLE] = folder
+    atexit.register(remove, folder)  # for an exit while Ray still starts: nobody closes it then
     return folder
+
+
+def remove(folder: str) -> None:
+    """End what carries the mark of this process's folder, and remove it. Again: nothing happens."""
+    if not os.path.isdir(folder):
+        return
+    _end(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    atexit.unregister(remove)
 
 
 def sweep() -> None:
@@ -35,9 +47,14 @@ def sweep() -> None:
         owner = re.match(rf"{_PREFIX}(\d+)-", folder.name)
         if owner is None or Path("/proc", owner[1]).exists():
             continue
-        mark = f"{_VARIABLE}={folder}".encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # gone by now, or another user's
-                if mark in (process / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(process.name), signal.SIGKILL)
+        _end(str(folder))
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(folder: str) -> None:
+    """End the processes that carry the folder's mark. Not its owner: that set it after its own start."""
+    mark = f"{_VARIABLE}={folder}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone by now, or another user's
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                os.kill(int(process.name), signal.SIGKILL)

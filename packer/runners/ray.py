@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import secrets
-import shutil
 import signal
 import threading
 import time
@@ -117,7 +116,7 @@ class RayRunner:
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            leftovers.remove(self._folder)
             self._folder = None
 
     @property

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import signal
+import socket
 import threading
 
 import pytest
@@ -82,7 +83,22 @@ def test_every_error_is_a_problem(server):
         assert answer.headers["content-type"] == "application/problem+json"
         assert answer.json["status"] == status
         assert set(answer.json) >= {"type", "title", "status", "detail"}
-    assert server.request("PUT", "/v1/datasets").headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/datasets", "GET, POST"),
+        (f"/v1/datasets/{'0' * 32}", "GET, DELETE"),
+        (f"/v1/datasets/{'0' * 32}/shards/0", "GET, HEAD"),
+        ("/healthz", "GET"),
+        ("/web/index.js", "GET, HEAD"),
+    ],
+)
+def test_what_is_possible_names_every_method(server, path, allowed):
+    answer = server.request("PUT", path)
+    assert (answer.status, answer.headers["allow"]) == (405, allowed)
+    assert answer.json["detail"].endswith(f"possible: {allowed}")
 
 
 def test_an_error_of_our_own_tells_nothing_but_its_id(server, monkeypatch, caplog):
@@ -238,3 +254,18 @@ def test_a_stream_that_is_complete_is_not_cut(tmp_path):
         body = server.stream(dataset).body
     assert [message.packs[0] for message in messages(body)] == packs
     assert packs_by_arrow(body) == [[pack] for pack in packs]
+
+
+def test_f43_a_request_that_outlasts_the_patience_is_told_and_leaves_no_traceback(tmp_path):
+    with spawned(tmp_path, PADFREE_SHUTDOWN_S="1") as server:
+        with socket.create_connection(("127.0.0.1", server.port)) as upload:
+            head = b"POST /v1/uploads?name=a.jsonl HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n"
+            upload.sendall(head + b"never complete")
+            wait_for(lambda: list((tmp_path / "uploads").rglob("*")))
+            server.process.send_signal(signal.SIGINT)
+            answer = upload.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert server.process.wait(20) == 0
+        told = server.process.stderr.read()
+        assert b"POST /v1/uploads is given up: the service stops" in told
+        assert b"Traceback" not in told

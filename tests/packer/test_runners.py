@@ -149,3 +149,21 @@ with RayRunner(num_cpus=1):
     os.kill(os.getpid(), signal.SIGTERM)
 """
     assert run(code, short_tmp).strip() == "handled"
+
+
+def test_an_exit_while_ray_starts_leaves_nothing(short_tmp: Path) -> None:
+    """Ctrl-C right after the start: the thread that starts Ray ends with the process."""
+    code = """
+import os, threading, time
+from packer.runners.ray import RayRunner
+threading.Thread(target=lambda: RayRunner(num_cpus=1), daemon=True).start()
+def started():
+    return os.environ.get("PADFREE_RAY_FOLDER") and os.listdir(os.environ["PADFREE_RAY_FOLDER"])
+while not started():
+    time.sleep(0.01)
+print(os.environ["PADFREE_RAY_FOLDER"], flush=True)
+"""
+    folder = run(code, short_tmp).strip().splitlines()[-1]
+    assert folder.startswith(str(short_tmp))
+    assert list(short_tmp.iterdir()) == []
+    assert marked(folder) == []
