@@ -44,19 +44,23 @@ class Chat:
     text: str
     trained: list[Span]  # the assistant's words with their end-of-turn tokens
     words: list[Span]  # control words that stand in someone's words: plain text
-    ends_with_assistant: bool
+    ends_with_assistant: bool  # with a message that is trained
 
 
 class Chats:
     """Renders rows of format messages with a tokenizer's chat template.
 
-    masked: find the assistant's words (loss assistant); else they are not looked for.
+    masked: find the assistant's words (loss assistant); else they are not looked for. last_only: of a
+    conversation only its last message of the assistant is trained (nor it, where its train is false).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, masked: bool, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, masked: bool, last_only: bool = False, names: Mapping[str, str]
+    ) -> None:
         self.template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.habits, self.prints_calls = learn_habits(self.template)
         self.masked = masked
+        self._last_only = last_only
         self._names = {
             "messages_name": names.get("messages", "messages"),
             "tools_name": names.get("tools", "tools"),
@@ -93,6 +97,8 @@ class Chats:
             raise RowProblem(
                 "the chat template prints no tool calls, so this row's would vanish; use a template that does"
             )
+        if self._last_only:
+            talk = talk.last_only()
         raw = self.template.render(talk.messages, talk.tools)
         text, marks = unmark(raw) if GENERATION_OPEN in raw else (raw, [])
         words: list[Span] = []
@@ -108,7 +114,7 @@ class Chats:
             text=text,
             trained=trained,
             words=words,
-            ends_with_assistant=talk.messages[-1]["role"] == "assistant",
+            ends_with_assistant=talk.messages[-1]["role"] == "assistant" and talk.trained[-1],
         )
 
     # -------------------------------------------------------------- control words in words
@@ -200,8 +206,9 @@ class Chats:
             assistants = talk.assistants
             if len(assistants) != len(spans):
                 raise RowProblem(
-                    f"a message has train false, but the chat template prints {len(spans)} generation blocks "
-                    f"for {len(assistants)} assistant messages, so it is not known which is which"
+                    "not all of the assistant's messages are to be trained (train false, or loss "
+                    f"last_assistant), but the chat template prints {len(spans)} generation blocks for "
+                    f"{len(assistants)} assistant messages, so it is not known which is which"
                 )
             spans = [span for span, i in zip(spans, assistants, strict=True) if talk.trained[i]]
         return spans

@@ -6,6 +6,7 @@ parts, tools as JSON text. `conversation` brings all of it to one form. Raises R
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class Conversation:
     def assistants(self) -> list[int]:
         """Indices of the assistant's messages."""
         return [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def last_only(self) -> Conversation:
+        """The same, but of the assistant's messages none before the last is to be trained."""
+        earlier = set(self.assistants[:-1])
+        return dataclasses.replace(
+            self, trained=[trained and i not in earlier for i, trained in enumerate(self.trained)]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

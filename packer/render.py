@@ -2,7 +2,8 @@
 
     text                [BOS] words [EOS]                 all trained
     prompt_completion   [BOS] prompt completion [EOS]     completion and EOS trained (loss completion)
-    messages            what the chat template prints     the assistant's turns trained (loss assistant)
+    messages            what the chat template prints     the assistant's turns trained (loss assistant), or
+                                                          the last of them (loss last_assistant)
     tokens              the ids as they are               as the labels say
 
 Prompt and completion are encoded apart: the border is a border of tokens, as it is at inference. Words
@@ -33,7 +34,7 @@ __all__ = ["LOSSES", "RenderError", "Rendered", "Renderer"]
 LOSSES = {
     "text": ("all",),
     "prompt_completion": ("completion", "all"),
-    "messages": ("assistant", "all"),
+    "messages": ("assistant", "last_assistant", "all"),
     "tokens": ("labels", "all"),
 }
 
@@ -99,7 +100,12 @@ class Renderer:
         self._warnings: list[str] = []
         self._chats: Chats | None = None
         if format == "messages":
-            self._chats = Chats(self._tokenizer, masked=self._loss == "assistant", names=self._fields)
+            self._chats = Chats(
+                self._tokenizer,
+                masked=self._loss != "all",
+                last_only=self._loss == "last_assistant",
+                names=self._fields,
+            )
             self._warnings += self._chats.warnings
         elif words and self._eos is None and add_eos == "auto":
             self._warnings.append(

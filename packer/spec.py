@@ -26,7 +26,7 @@ MAX_TOKENS_LIMIT = 1 << 24
 
 Format = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
 OnBadRow = Literal["fail", "skip"]
-Loss = Literal["auto", "all", "completion", "assistant"]
+Loss = Literal["auto", "all", "completion", "assistant", "last_assistant"]
 Strategy = Literal["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"]
 Overlong = Literal["truncate", "split", "drop", "error"]
 Scope = Literal["window", "global"]

@@ -146,6 +146,6 @@ class SpecModel(BaseModel):
     name: str | None = None
     source: SourceModel
     tokenizer: TokenizerModel | None = None
-    loss: Literal["auto", "all", "completion", "assistant"] = "auto"
+    loss: Literal["auto", "all", "completion", "assistant", "last_assistant"] = "auto"
     packing: PackingModel = Field(default_factory=PackingModel)
     shuffle_seed: int | None = 0

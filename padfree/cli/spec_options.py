@@ -38,7 +38,7 @@ def add_spec_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--field", action="append", default=[], metavar="OURS=THEIRS", help="for example prompt=question"
     )
-    parser.add_argument("--loss", help="all, completion, assistant or auto")
+    parser.add_argument("--loss", help="all, completion, assistant, last_assistant or auto")
     parser.add_argument("--on-bad-row", help="fail or skip")
     parser.add_argument("--shuffle-seed", metavar="N", help='a number, or "none" to keep the order (0)')
     parser.add_argument("--name", help="a name for people")

@@ -91,6 +91,7 @@ jobs = st.fixed_dictionaries(
         "format": st.sampled_from(["auto", "text", "prompt_completion", "messages", "tokens"]),
         "packing": packings,
         "seed": st.sampled_from([None, 3]),
+        "loss": st.sampled_from(["auto", "auto", "all", "last_assistant"]),
         "template": st.sampled_from([toy.T1, toy.T1_UNMARKED_PROMPT]),
     }
 )
@@ -111,6 +112,7 @@ def check(root: Path, job_of: dict[str, Any]) -> None:
             "on_bad_row": "skip",
         },
         "tokenizer": {"path": str(tokenizer)},
+        "loss": job_of["loss"],
         "packing": job_of["packing"],
         "shuffle_seed": job_of["seed"],
     }

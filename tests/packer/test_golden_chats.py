@@ -126,6 +126,8 @@ def test_the_trained_words_are_those_checked_by_hand(
     renderer = Renderer(tokenizer, format="messages", fields={})
     end, talk, calls = GOLDEN[name]
     assert trained_texts(tokenizer, TALK, renderer) == talk
+    last = Renderer(tokenizer, format="messages", fields={}, loss="last_assistant")
+    assert trained_texts(tokenizer, TALK, last) == talk[-1:]
     assert tokenizer.encoder_name.startswith("fastokens" if quick else "tokenizers")
     # The user's control words stayed plain: the end token is there for the template's turns alone.
     ids = renderer.render([TALK]).input_ids
@@ -139,6 +141,7 @@ def test_the_trained_words_are_those_checked_by_hand(
         assert renderer.render([CALLS]).errors
     else:
         assert trained_texts(tokenizer, CALLS, renderer) == calls
+        assert trained_texts(tokenizer, CALLS, last) == calls[-1:]
 
 
 @pytest.mark.parametrize("name", list(GOLDEN))

@@ -85,9 +85,9 @@ PLAIN_WORDS = """\
 """
 
 
-def shown(chat_template, *messages, tools=None):
+def shown(chat_template, *messages, tools=None, loss="assistant"):
     tokenizer = Tokenizer(toy.byte_level_bundle(chat_template=chat_template))
-    renderer = Renderer(tokenizer, format="messages", fields={})
+    renderer = Renderer(tokenizer, format="messages", fields={}, loss=loss)
     assert "no {% generation %} markers" in renderer.warnings[0]
     out = renderer.render([{"messages": list(messages), "tools": tools}])
     if out.errors:
