@@ -6,6 +6,7 @@ import logging
 import os
 import time
 import uuid
+from typing import Any
 
 from fastapi import APIRouter, Depends
 from starlette.responses import JSONResponse, Response
@@ -38,8 +39,11 @@ async def readyz(service: Service = Depends(service_of)) -> Response:  # noqa: B
         checks["service"] = "stopping"
     if service.scheduler is not None:
         checks["runner"] = service.scheduler.runner_state
-    ready = all(found == "ok" for found in checks.values())
-    return JSONResponse({"ready": ready, "checks": checks}, status_code=200 if ready else 503)
+    ready = all(state == "ok" for state in checks.values())
+    found: dict[str, Any] = {"ready": ready, "checks": checks}
+    if service.scheduler is not None:
+        found["workers"] = service.scheduler.num_workers
+    return JSONResponse(found, status_code=200 if ready else 503)
 
 
 def check_store(store: LocalStore) -> str:

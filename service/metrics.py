@@ -117,6 +117,9 @@ class Metrics:
         self.store_size_bytes = Gauge(
             "padfree_store_size_bytes", "Size of the store's file system", registry=r
         )
+        self.workers = Gauge(
+            "padfree_workers", "Tasks that can run at once: CPUs of the Ray nodes that are alive", registry=r
+        )
         self.runner_ready = Gauge("padfree_runner_ready", "Whether packing can be done: 1 or 0", registry=r)
 
         self._begin_at_zero()

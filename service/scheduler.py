@@ -50,6 +50,7 @@ class Scheduler:
         self._make_runner = runner if callable(runner) else None
         self._runner: Runner | None = None if callable(runner) else runner
         self.runner_state = "ok" if self._runner is not None else "starting"
+        self.num_workers = 0  # as it was a moment ago: asking may take a while
         self._change = threading.Condition()
         self._queue: list[str] = []
         self._asked_by: dict[str, str] = {}  # dataset: the request that submitted it here, for the log
@@ -119,6 +120,7 @@ class Scheduler:
                 wait_s = _RUNNER_RETRY_S[min(tries, len(_RUNNER_RETRY_S) - 1)]
                 tries += 1
             else:
+                self._count_workers()
                 self._scan()
                 wait_s = _SCAN_S
             with self._change:
@@ -137,8 +139,20 @@ class Scheduler:
             self._change.notify_all()
         if self._stopping:  # while it started: nobody may wait to close it
             runner.close()
-        log.info("packing with %s, %d workers", runner.name, runner.num_workers)
+        log.info("packing with %s", runner.name)
         return True
+
+    def _count_workers(self) -> None:
+        assert self._runner is not None
+        try:
+            found = self._runner.num_workers
+        except Exception as error:  # whatever Ray raises where its head is away
+            log.debug("the workers cannot be counted now: %s", error)
+            return
+        if found != self.num_workers:
+            log.info("%d workers, %d before", found, self.num_workers)
+            self.num_workers = found
+            self._metrics.workers.set(found)
 
     def _scan(self) -> None:
         try:

@@ -90,6 +90,7 @@ class Balance(BaseModel):
 class Readiness(BaseModel):
     ready: bool
     checks: dict[str, str] = Field(description='"ok", or what is wrong, by part')
+    workers: int | None = Field(None, description="Tasks that can run at once, where this replica packs")
 
 
 class SourceModel(BaseModel):
