@@ -28,16 +28,24 @@ def fewest_packs(sizes: Int64, capacity: int) -> Layout:
 def best_fit_decreasing(sizes: Int64, capacity: int) -> Layout:
     """Longest first, each into the fullest pack that still takes it (Johnson 1973). O(n log n)."""
     by_size = np.argsort(-sizes, kind="stable")
-    packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, pack), rising
-    for piece, size in zip(by_size.tolist(), sizes[by_size].tolist(), strict=True):
-        index = bisect_left(rooms, (size, 0))
+    falling = sizes[by_size]
+    # A piece over half a pack opens one: none of those before it takes it. Their rooms rise.
+    num_packs = int(np.count_nonzero(2 * falling > capacity))
+    bits = len(sizes).bit_length()
+    rooms: list[int] = ((capacity - falling[:num_packs] << bits) | np.arange(num_packs)).tolist()
+    low, smallest = (1 << bits) - 1, int(falling[-1]) << bits if len(sizes) else 0
+    pack_of = list(range(num_packs))
+    for size in falling[num_packs:].tolist():
+        index = bisect_left(rooms, size << bits)
         if index == len(rooms):
-            room, pack = capacity, len(packs)
-            packs.append([])
+            key = capacity << bits | num_packs
+            num_packs += 1
         else:
-            room, pack = rooms.pop(index)
-        packs[pack].append(piece)
-        insort(rooms, (room - size, pack))
-    order = np.array([piece for pack in packs for piece in pack], np.int64)
-    return Layout(order, np.cumsum([0, *map(len, packs)]).astype(np.int64))
+            key = rooms.pop(index)
+        pack_of.append(key & low)
+        key -= size << bits
+        if key >= smallest:  # else nothing fits any more
+            insort(rooms, key)
+    of_piece = np.array(pack_of, np.int64)
+    order = by_size[np.argsort(of_piece, kind="stable")]
+    return Layout(order, np.concatenate([[0], np.cumsum(np.bincount(of_piece, minlength=num_packs))]))

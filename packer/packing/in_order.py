@@ -9,14 +9,24 @@ from packer.packing.values import Capacity, Int64, Layout, Pieces
 
 def sequential(sizes: Int64, capacity: int) -> Layout:
     """Next fit: a piece that no longer fits opens the next pack; no pack is looked at again."""
+    return Layout(np.arange(len(sizes)), next_fit(sizes, capacity))
+
+
+def next_fit(sizes: Int64, capacity: int, num_packs: int | None = None) -> Int64:
+    """Where the packs of next fit begin and the last ends, (packs + 1,) int64; at most `num_packs` of them.
+
+    A piece over the capacity is a pack of its own.
+    """
     ends = np.cumsum(sizes)
     num_pieces, offsets, first = len(sizes), [0], 0
     # Where the pack that begins at each piece would end, all at once; then only follow the links.
-    following = np.searchsorted(ends, ends - sizes + capacity, side="right").tolist()
-    while first < num_pieces:
+    links = np.searchsorted(ends, ends - sizes + capacity, side="right")
+    following = np.maximum(links, np.arange(1, num_pieces + 1)).tolist()
+    most = num_pieces if num_packs is None else num_packs
+    while first < num_pieces and len(offsets) <= most:
         first = following[first]
         offsets.append(first)
-    return Layout(np.arange(num_pieces), np.array(offsets, np.int64))
+    return np.array(offsets, np.int64)
 
 
 def padded(sizes: Int64) -> Layout:

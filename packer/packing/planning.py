@@ -120,7 +120,7 @@ def plan(
     overlong is judged by the largest. For best_fit, sequential (in order within each capacity) and padded.
     seed: shuffles the packs, and the segments in each, under best_fit, and inside each step under step; the
     other strategies are defined by the order of the stream and keep it. None keeps packs near stream order.
-    scope: of best_fit; "window" looks at a few hundred waiting examples and changes the order of the stream
+    scope: of best_fit; "window" looks at some thousand waiting examples and changes the order of the stream
     little, "global" looks at the histogram of all lengths and makes the fewest packs, of similar lengths.
     balance: of best_fit; "attention" puts packs of about equal sum of squared segment lengths side by side,
     so that ranks that train neighbours finish together.

@@ -1,43 +1,45 @@
 """Best fit over a bounded window of waiting pieces: the default, for streams and partitions.
 
-Each pack is seeded with the oldest waiting piece, so that none waits for ever. Then come the next pieces
-of the stream as they are, until so little room is left that choosing matters. The rest is chosen among
-the waiting pieces: one or two that fill the room exactly where there are such, else the longest that fits
-(best fit), and again. So most of a pack keeps the order of the stream, and only its last pieces are picked.
+The packs of a window are made at once. Each begins with the oldest pieces as they come, until so little room
+is left that choosing matters; the rest is chosen among all that wait (see closing), so that a pack is full
+to the last token wherever that can be had. A tenth of the window's tokens is left over, which keeps the
+choice wide, and a pack that did not close well is taken apart again. What is left begins the packs of the
+next window, so none waits for ever: most of a pack keeps the order of the stream.
 
 When the stream is over, what waits is packed by the histogram engine, which leaves no poor packs at the end.
 
-The window is refilled in whole runs: sorting a sorted window and a new run is one merge in C, and the bit
-sets that tell which pairs fill a room exactly are built once a run. A piece that has left is taken out of
-the bit sets when it is met.
+Where many pieces are over half a pack and short ones are scarce, this would give the short ones away too
+early. There best-fit decreasing packs the stream in blocks.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from typing import NamedTuple
 
 import numpy as np
 
-from packer.packing.bits import bit_sets, exact_pairs
+from packer.packing.closing import Closing
+from packer.packing.decreasing import best_fit_decreasing
 from packer.packing.histogram import histogram_best_fit, lower_bound_of
+from packer.packing.in_order import next_fit
 from packer.packing.shuffle import in_stream_order
 from packer.packing.values import Int64, Layout
 
-WINDOW = 256
-LONG_WINDOW = 1024  # where packs hold few pieces, there are fewer ways to fill a gap
-_FEW_PIECES = 4
-_CHOSEN_PIECES = 2  # of mean length: the room that is filled by choice
-_BLOCK = 8192  # pieces that are packed at once where a window will not do
+WINDOW = 8192
+_LAST = 1024  # pieces that the histogram engine packs in the end
+_KEPT = 0.1  # of a window's tokens: for the next
+_CHOSEN_PIECES = 1.5  # of mean length: the room that is filled by choice
+_OPEN = 2048  # a pack is closed if at most one token in so many is missing
+_PATIENCE = 2  # windows that a piece waits for a pack that closes well
+_MOSTLY_LARGE = 0.8  # of packs have a piece over half a pack: short ones are scarce
+_MOSTLY_CLOSED = 0.75  # of the packs of windows: else they are not good enough
 _GOOD = 1.001  # packs over the lower bound
 
 
-def window_best_fit(sizes: Int64, capacity: int, window: int | None = None) -> Layout:
+def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout:
     """Pack `sizes`, each in [1, capacity], in one pass over them.
 
-    window: how many pieces wait at once; None takes WINDOW, or LONG_WINDOW where packs hold few pieces, and
-    looks whether that was good enough: where many pieces are over half a pack and short ones are scarce, a
-    window gives them away too early, and the histogram engine takes over, a block of the stream at a time.
-    O(log window) comparisons a piece and O(longest waiting piece / 64) words a pack.
+    window: how many pieces are looked at together. O(log window) for a piece, in numpy.
     """
     if not len(sizes):
         return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
@@ -47,14 +49,16 @@ def window_best_fit(sizes: Int64, capacity: int, window: int | None = None) -> L
         shared = np.flatnonzero(~alone)
         packed = window_best_fit(sizes[shared], capacity, window)
         return _merged(Layout(shared[packed.order], packed.offsets), np.flatnonzero(alone))
-    if window is not None:
-        return _Window(sizes, capacity, window).run()
-    few = int(sizes.sum()) * _FEW_PIECES > capacity * len(sizes)
-    layout = _Window(sizes, capacity, LONG_WINDOW if few else WINDOW).run()
-    if _is_good(layout, sizes, capacity):
+    if len(sizes) <= min(window, _LAST):
+        return in_stream_order(histogram_best_fit(sizes, capacity))
+    bound = -(-int(sizes.sum()) // capacity)
+    if int(np.count_nonzero(2 * sizes > capacity)) > _MOSTLY_LARGE * bound:
+        return _in_blocks(sizes, capacity, window)
+    layout = _in_windows(sizes, capacity, window)
+    if layout is not None and _is_good(layout, sizes, capacity):
         return layout
-    blocks = _in_blocks(sizes, capacity)
-    return blocks if len(blocks.offsets) < len(layout.offsets) else layout
+    blocks = _in_blocks(sizes, capacity, window)
+    return layout if layout is not None and len(layout.offsets) <= len(blocks.offsets) else blocks
 
 
 def _is_good(layout: Layout, sizes: Int64, capacity: int) -> bool:
@@ -67,13 +71,77 @@ def _is_good(layout: Layout, sizes: Int64, capacity: int) -> bool:
     return num_packs <= max(bound + 1, bound * _GOOD)
 
 
-def _in_blocks(sizes: Int64, capacity: int) -> Layout:
+def _in_blocks(sizes: Int64, capacity: int, block: int) -> Layout:
     orders, counts = [], [np.zeros(1, np.int64)]
-    for first in range(0, len(sizes), _BLOCK):
-        block = in_stream_order(histogram_best_fit(sizes[first : first + _BLOCK], capacity))
-        orders.append(block.order + first)
-        counts.append(np.diff(block.offsets))
+    for first in range(0, len(sizes), block):
+        layout = in_stream_order(best_fit_decreasing(sizes[first : first + block], capacity))
+        orders.append(layout.order + first)
+        counts.append(np.diff(layout.offsets))
     return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+
+
+def _in_windows(sizes: Int64, capacity: int, window: int) -> Layout | None:
+    """None where too few packs close well: short pieces are scarce."""
+    orders, counts = [], [np.zeros(1, np.int64)]
+    waiting, arrived, num_begun, num_closed = np.zeros(0, np.int64), 0, 0, 0
+    while arrived < len(sizes) or len(waiting) > _LAST:
+        stop = min(len(sizes), arrived + window)
+        waiting = np.concatenate([waiting, np.arange(arrived, stop)])
+        num_old = int(np.searchsorted(waiting, arrived - _PATIENCE * window))
+        made = _one_window(sizes[waiting], capacity, num_old)
+        num_begun, num_closed = num_begun + made.num_begun, num_closed + made.num_closed
+        if num_closed < _MOSTLY_CLOSED * num_begun:
+            return None
+        orders.append(waiting[made.packs.order])
+        counts.append(np.diff(made.packs.offsets))
+        waiting, arrived = waiting[made.left], stop
+        if arrived == len(sizes) and 2 * made.num_closed <= made.num_begun:
+            break
+    if len(waiting):
+        rest = in_stream_order(histogram_best_fit(sizes[waiting], capacity))
+        orders.append(waiting[rest.order])
+        counts.append(np.diff(rest.offsets))
+    return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+
+
+class _Made(NamedTuple):
+    """The packs of a window, what is left of it (places in it, rising), and how many packs closed well."""
+
+    packs: Layout
+    left: Int64
+    num_begun: int
+    num_closed: int
+
+
+def _one_window(sizes: Int64, capacity: int, num_old: int) -> _Made:
+    """Pack the pieces of a window, but for a rest.
+
+    num_old: the first so many have waited long enough: their packs are closed as they are.
+    """
+    tokens = int(sizes.sum())
+    reserve = int(_CHOSEN_PIECES * tokens / len(sizes))
+    num_packs = int(tokens * (1 - _KEPT)) // capacity
+    begins = next_fit(sizes, max(1, capacity - reserve), num_packs)
+    num_packs = len(begins) - 1
+    streamed = int(begins[-1])
+    by_size = streamed + np.argsort(sizes[streamed:], kind="stable")
+    ends = np.concatenate([[0], np.cumsum(sizes[:streamed])])
+    rooms = capacity - np.diff(ends[begins])
+    packs, chosen = Closing(rooms, sizes[by_size]).run()
+    pack = np.concatenate([np.repeat(np.arange(num_packs), np.diff(begins)), packs])
+    piece = np.concatenate([np.arange(streamed), by_size[chosen]])
+    missing = capacity - np.bincount(pack, weights=sizes[piece], minlength=num_packs)
+    closed = missing * _OPEN <= capacity
+    num_closed = int(np.count_nonzero(closed))
+    closed[pack[piece < num_old]] = True
+    kept = closed[pack]
+    pack, piece = pack[kept], piece[kept]
+    left = np.ones(len(sizes), np.bool_)
+    left[piece] = False
+    counts = np.bincount(pack, minlength=num_packs)
+    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    packs_made = Layout(piece[np.argsort(pack, kind="stable")], offsets)
+    return _Made(packs_made, np.flatnonzero(left), num_packs, num_closed)
 
 
 def _merged(shared: Layout, alone: Int64) -> Layout:
@@ -86,124 +154,3 @@ def _merged(shared: Layout, alone: Int64) -> Layout:
     pieces = np.argsort(np.repeat(place, counts), kind="stable")
     order = np.concatenate([shared.order, alone])[pieces]
     return Layout(order, np.concatenate([[0], np.cumsum(counts[packs])]))
-
-
-class _Window:
-    """The state of one pass. A key is (size, age), so that among equals the oldest sorts last."""
-
-    def __init__(self, sizes: Int64, capacity: int, window: int) -> None:
-        num_pieces = len(sizes)
-        self.sizes = sizes
-        self.capacity, self.window, self.num_pieces = capacity, window, num_pieces
-        self.reserve = _CHOSEN_PIECES * int(sizes.sum()) // num_pieces
-        self.shift = num_pieces.bit_length()
-        self.low = (1 << self.shift) - 1
-        self.keys: list[int] = ((sizes << self.shift) | (self.low - np.arange(num_pieces))).tolist()
-        self.ends: list[int] = np.cumsum(sizes).tolist()
-        self.waiting: list[int] = []
-        self.taken = bytearray(num_pieces)
-        self.order: list[int] = []
-        self.arrived = 0
-        self.longest = self.forward = self.backward = 0
-
-    def run(self) -> Layout:
-        offsets, oldest, shift = [0], 0, self.shift
-        waiting, keys, taken, order = self.waiting, self.keys, self.taken, self.order
-        while True:
-            while len(waiting) < self.window:
-                if self.arrived == self.num_pieces:
-                    return self._drained(offsets)
-                self._refill()
-            while taken[oldest]:
-                oldest += 1
-            key = keys[oldest]
-            del waiting[bisect_left(waiting, key)]
-            taken[oldest] = 1
-            order.append(oldest)
-            room = self.capacity - (key >> shift)
-            if room > self.reserve:
-                room = self._stream(room)
-            if room:
-                self._choose(room)
-            offsets.append(len(order))
-
-    def _drained(self, offsets: list[int]) -> Layout:
-        """Pack all that waits; the stream is over."""
-        left = np.sort(self.low - (np.array(self.waiting, np.int64) & self.low))
-        rest = in_stream_order(histogram_best_fit(self.sizes[left], self.capacity))
-        return Layout(
-            np.concatenate([np.array(self.order, np.int64), left[rest.order]]),
-            np.concatenate([np.array(offsets, np.int64), offsets[-1] + rest.offsets[1:]]),
-        )
-
-    def _refill(self) -> None:
-        self.waiting += self.keys[self.arrived : self.arrived + self.window]
-        self.arrived = min(self.num_pieces, self.arrived + self.window)
-        self.waiting.sort()
-        self.longest = self.waiting[-1] >> self.shift
-        lengths = np.array(self.waiting) >> self.shift
-        self.forward, self.backward = bit_sets(lengths, self.longest)
-
-    def _stream(self, room: int) -> int:
-        """Take the next pieces of the stream while they leave `reserve`. Returns the room left."""
-        first = self.arrived
-        if first == self.num_pieces:
-            return room
-        before = self.ends[first - 1]
-        stop = bisect_left(self.ends, before + room - self.reserve + 1, first)
-        if stop > first:
-            self.order += range(first, stop)
-            self.taken[first:stop] = b"\1" * (stop - first)
-            self.arrived = stop
-            room -= self.ends[stop - 1] - before
-        return room
-
-    def _choose(self, room: int) -> None:
-        """Fill `room` from the waiting pieces until none fits."""
-        waiting, shift, low, taken, append = self.waiting, self.shift, self.low, self.taken, self.order.append
-        while room:
-            index = bisect_left(waiting, (room + 1) << shift) - 1
-            if index < 0:
-                return
-            size = waiting[index] >> shift
-            if size < room <= 2 * size:
-                pair = self._exact_pair(room)
-                if pair:
-                    index, second = pair
-                    size = room
-                    piece = low - (waiting.pop(second) & low)  # the shorter: stands before `index`
-                    index -= 1
-                    taken[piece] = 1
-                    append(piece)
-            piece = low - (waiting.pop(index) & low)
-            taken[piece] = 1
-            append(piece)
-            room -= size
-
-    def _exact_pair(self, room: int) -> tuple[int, int] | None:
-        """Places of two waiting pieces, the longer first, that fill `room` exactly: the most even pair."""
-        waiting, shift = self.waiting, self.shift
-        half = (room + 1) // 2
-        pairs = exact_pairs(self.forward, self.backward, room=room, longest=self.longest)
-        while pairs:
-            lowest = pairs & -pairs
-            pairs ^= lowest
-            longer = lowest.bit_length() - 1 + half
-            shorter = room - longer
-            first = bisect_left(waiting, (longer + 1) << shift) - 1
-            if first < 0 or waiting[first] >> shift != longer:
-                self._gone(longer)
-                continue
-            if shorter == longer:
-                if first and waiting[first - 1] >> shift == longer:
-                    return first, first - 1
-                continue
-            second = bisect_left(waiting, (shorter + 1) << shift, 0, first) - 1
-            if second >= 0 and waiting[second] >> shift == shorter:
-                return first, second
-            self._gone(shorter)
-        return None
-
-    def _gone(self, size: int) -> None:
-        self.forward ^= 1 << size
-        self.backward ^= 1 << (self.longest - size)
