@@ -48,7 +48,7 @@ CMD ["--help"]
 
 FROM base AS worker
 # Owned by the user from the start: a new named volume takes its owner from here.
-RUN install -d -o padfree -g padfree /store /data /run/padfree
+RUN install -d -o padfree -g padfree /store /cache /data /run/padfree
 COPY deploy/requirements/service.txt /opt/requirements.txt
 RUN pip --python /opt/padfree install --require-hashes -r /opt/requirements.txt
 COPY deploy/padfree-node /usr/local/bin/padfree-node
@@ -58,6 +58,7 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
     pip --python /opt/padfree install --no-deps /dist/*.whl
 # Sources may lie in /data and in the examples. No compiling of Ray's many files when a node starts.
 ENV PADFREE_STORE=/store \
+    PADFREE_CACHE_DIR=/cache \
     PADFREE_DATA_ROOTS=/data:/app \
     PADFREE_HOST=0.0.0.0 \
     RAY_USAGE_STATS_ENABLED=0 \

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from packer.convert import FOREIGN_NAMES, ConversionError, convert, is_foreign
-from packer.store import LocalStore
+from packer.store import Store
 
 BUNDLE_NAMES = (
     "tokenizer.json",
@@ -109,7 +109,7 @@ class Bundle:
             files["chat_template.jinja"] = _template_text(chat_template).encode()
         return cls(files=files)
 
-    def save(self, store: LocalStore) -> str:
+    def save(self, store: Store) -> str:
         """Put the files under tokenizers/<digest>/; returns the digest."""
         digest = self.digest
         for name, data in self.files.items():
@@ -119,7 +119,7 @@ class Bundle:
         return digest
 
     @classmethod
-    def load(cls, store: LocalStore, digest: str) -> Bundle:
+    def load(cls, store: Store, digest: str) -> Bundle:
         """The inverse of `save`. Raises TokenizerError where a file is missing or changed."""
         prefix = f"tokenizers/{digest}"
         bundle = cls(files={name: store.get(f"{prefix}/{name}") for name in store.list(prefix)})

@@ -31,7 +31,7 @@ from packer.pipeline import pack_partition
 from packer.report import report, total
 from packer.runners import Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
-from packer.store import LocalStore, NoSpaceLeft, StoreError
+from packer.store import LockLost, NoSpaceLeft, Store, StoreError
 
 log = logging.getLogger("padfree.packer")
 
@@ -117,7 +117,7 @@ class Window:
 
 def pack(
     job: Job,
-    store: LocalStore,
+    store: Store,
     runner: Runner,
     *,
     cancel: threading.Event | None = None,
@@ -165,15 +165,17 @@ def pack(
                     cancel,
                     lambda: _tell(manifest, window, on_progress),
                 )
-        except (Cancelled, KeyboardInterrupt):
+        except (Cancelled, Busy, KeyboardInterrupt):
             raise
         except Exception as error:
+            _require_lock(job, store)
             raise _fail(job, store, error) from error
+        _require_lock(job, store)
         return _finish(job, store, manifest, time.monotonic() - started, window.retries)
 
 
 def _partitions(
-    job: Job, store: LocalStore, tasks: Tasks, cancel: threading.Event | None
+    job: Job, store: Store, tasks: Tasks, cancel: threading.Event | None
 ) -> list[sources.Partition]:
     """Index every input (one task each) and cut them into partitions."""
     work_key = dataset_key(job.dataset, "work")
@@ -197,7 +199,7 @@ def _partitions(
     )
 
 
-def _index(one: Any, store: LocalStore, work_key: str, random_access: bool, fields: dict[str, str]) -> Any:
+def _index(one: Any, store: Store, work_key: str, random_access: bool, fields: dict[str, str]) -> Any:
     return sources.index_input(
         one, store=store, work_key=work_key, random_access=random_access, fields=fields
     )
@@ -210,7 +212,7 @@ def _window_size(runner: Runner) -> int:
 
 def _run(
     job: Job,
-    store: LocalStore,
+    store: Store,
     runner: Runner,
     tasks: Tasks,
     window: Window,
@@ -233,6 +235,7 @@ def _run(
             done_by[number] = done
             with logs.using({"partition": number}):
                 _take(window, partitions[number], done)
+        _require_lock(job, store)
         if ready := window.to_commit():
             for number, commit in ready:
                 write_commit(store, job.dataset, commit)
@@ -243,7 +246,7 @@ def _run(
             raise failure
 
 
-def _pack_one(job: Job, number: int, partition: sources.Partition, store: LocalStore) -> Commit:
+def _pack_one(job: Job, number: int, partition: sources.Partition, store: Store) -> Commit:
     """pack_partition, told in the worker's log."""
     log.info(
         "partition %d begins: examples %d to %d in stream order", number, partition.start, partition.stop - 1
@@ -265,6 +268,14 @@ def _log_commit(commit: Commit, done: Done) -> None:
         done.worker,
         extra={"worker": done.worker},
     )
+
+
+def _require_lock(job: Job, store: Store) -> None:
+    """Raise Busy where another process may pack this dataset by now: nothing is to be changed then."""
+    try:
+        store.check_lock(lock_key(job.dataset))
+    except LockLost as error:
+        raise Busy(f"dataset {job.dataset}: {error}") from error
 
 
 def _take(window: Window, partition: sources.Partition, done: Done) -> None:
@@ -302,7 +313,7 @@ def _stop_if(cancel: threading.Event | None) -> None:
         raise Cancelled("packing was asked to stop")
 
 
-def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float, retries: int) -> dict[str, Any]:
+def _finish(job: Job, store: Store, manifest: Manifest, seconds: float, retries: int) -> dict[str, Any]:
     manifest.refresh()
     counters = total(manifest.counters)
     if not counters.num_packs and counters.rows_untrained and not counters.rows_overlong:
@@ -336,7 +347,7 @@ def _finish(job: Job, store: LocalStore, manifest: Manifest, seconds: float, ret
     return final
 
 
-def _fail(job: Job, store: LocalStore, error: Exception) -> PackingFailed:
+def _fail(job: Job, store: Store, error: Exception) -> PackingFailed:
     """Write down why packing stopped, and give the error to raise."""
     told = isinstance(error, ValueError | OSError | WorkerDied | PackingFailed)
     detail = str(error) if told else f"unexpected {type(error).__name__}: {error}"
@@ -351,7 +362,7 @@ def _fail(job: Job, store: LocalStore, error: Exception) -> PackingFailed:
     return PackingFailed(detail)
 
 
-def _remove_uncommitted(job: Job, store: LocalStore) -> None:
+def _remove_uncommitted(job: Job, store: Store) -> None:
     """Remove shards that no commit lists."""
     manifest = Manifest(store, job.dataset)
     try:

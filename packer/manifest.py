@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from packer.order import step_sizes
 from packer.shard import ROW_INDEX
-from packer.store import LocalStore
+from packer.store import Store
 
 # The row index of a dataset: `shard`, and the optimiser step of the pack under strategy "step" (else -1).
 ROWS = np.dtype([("shard", "<i4"), ("step", "<i8"), *ROW_INDEX.descr])
@@ -83,7 +83,7 @@ def lock_key(dataset: str) -> str:
     return f"locks/{dataset}"
 
 
-def write_origin(store: LocalStore, dataset: str, *, request_id: str | None = None) -> None:
+def write_origin(store: Store, dataset: str, *, request_id: str | None = None) -> None:
     """Note that a dataset is asked for now. The time of its first request stays, where there is one."""
     created = read_origin(store, dataset).get("created")
     created = created or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -91,7 +91,7 @@ def write_origin(store: LocalStore, dataset: str, *, request_id: str | None = No
     store.put(dataset_key(dataset, ORIGIN), json.dumps(about).encode())
 
 
-def read_origin(store: LocalStore, dataset: str) -> dict[str, Any]:
+def read_origin(store: Store, dataset: str) -> dict[str, Any]:
     """`created` (UTC) and `request_id`; empty where that is not known: it is for people alone."""
     try:
         found = json.loads(store.get(dataset_key(dataset, ORIGIN)))
@@ -110,7 +110,7 @@ def shard_rows(shard: int, index: np.ndarray, steps: np.ndarray | None = None) -
     return rows
 
 
-def write_commit(store: LocalStore, dataset: str, commit: Commit) -> None:
+def write_commit(store: Store, dataset: str, commit: Commit) -> None:
     """Make a partition part of the dataset. Its shards must be durable by now."""
     about = {
         "partition": commit.partition,
@@ -148,9 +148,9 @@ def repair(dataset: str) -> str:
     )
 
 
-def damaged(store: LocalStore, dataset: str, key: str, error: BaseException) -> ManifestError:
+def damaged(store: Store, dataset: str, key: str, error: BaseException) -> ManifestError:
     """What to raise for a file of a dataset that is not as it was written."""
-    return ManifestError(f"{store.path(key)} of dataset {dataset} is damaged ({error}); {repair(dataset)}")
+    return ManifestError(f"{store.where(key)} of dataset {dataset} is damaged ({error}); {repair(dataset)}")
 
 
 def _values(array: pa.Array, dtype: np.dtype) -> np.ndarray:
@@ -160,7 +160,7 @@ def _values(array: pa.Array, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
 
 
-def read_commit(store: LocalStore, dataset: str, partition: int) -> Commit | None:
+def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
     """Commit number `partition`, or None where it is not there yet."""
     key = commit_key(dataset, partition)
     try:
@@ -194,7 +194,7 @@ class Manifest:
     dataset. Grows only; what was read never changes.
     """
 
-    store: LocalStore
+    store: Store
     dataset: str
     shards: list[Shard] = field(default_factory=list)
     counters: list[dict[str, Any]] = field(default_factory=list)
@@ -301,7 +301,7 @@ def step_sizes_of(rows: np.ndarray, dataset: str) -> NDArray[np.int64] | None:
         raise ManifestError(f"dataset {dataset}: {error}; {repair(dataset)}") from error
 
 
-def remove_dataset(store: LocalStore, dataset: str) -> None:
+def remove_dataset(store: Store, dataset: str) -> None:
     """Remove a dataset's files. Whoever calls holds its lock.
 
     In this order, so that a removal that is killed half-way leaves a dataset without commits, never commits
@@ -311,6 +311,6 @@ def remove_dataset(store: LocalStore, dataset: str) -> None:
         store.delete(dataset_key(dataset, name))
 
 
-def list_datasets(store: LocalStore) -> Sequence[str]:
+def list_datasets(store: Store) -> Sequence[str]:
     """Ids of the datasets in a store, sorted."""
     return [name for name in store.list("datasets") if store.exists(dataset_key(name, "spec.json"))]

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from packer import sources
 from packer.pipeline import renderer_of
 from packer.spec import Job
-from packer.store import LocalStore
+from packer.store import Store
 
 
-def token_lengths(job: Job, store: LocalStore) -> Iterator[NDArray[np.int64]]:
+def token_lengths(job: Job, store: Store) -> Iterator[NDArray[np.int64]]:
     """Tokens of every readable row in source order, batch by batch: (k,) int64 each; 0 for empty rows.
 
     Of a packed dataset those of its segments: no token is read.

@@ -26,7 +26,7 @@ from packer.render import Renderer
 from packer.report import MAX_LISTED, PADDED_BATCH, Counters
 from packer.shard import PADDING_ID, encode_packs
 from packer.spec import Job, Spec, canonical_json, parse_spec
-from packer.store import LocalStore
+from packer.store import Store, open_store
 from packer.tokenization import Bundle, Tokenizer
 
 SHARD_TOKENS = 4 << 20  # a shard ends with the pack that reaches this: about 8 MB
@@ -62,7 +62,7 @@ class _Rows:
         raise IndexError(row)
 
 
-def pack_partition(job: Job, number: int, partition: sources.Partition, store: LocalStore) -> Commit:
+def pack_partition(job: Job, number: int, partition: sources.Partition, store: Store) -> Commit:
     """Pack one partition, write its shards and return what the coordinator is to commit.
 
     Raises BadRow, and the errors of sources, rendering, packing and the store.
@@ -99,24 +99,24 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: L
 
 
 @functools.lru_cache(maxsize=2)
-def _cached_renderer(root: str, spec_json: bytes, tokenizer_digest: str, whole: bool) -> Renderer:
+def _cached_renderer(store_url: str, spec_json: bytes, tokenizer_digest: str, whole: bool) -> Renderer:
     """One renderer a worker process and dataset: loading a tokenizer takes longer than a small task."""
-    tokenizer = _load(LocalStore(root), tokenizer_digest)
+    tokenizer = _load(open_store(store_url), tokenizer_digest)
     return make_renderer(parse_spec(json.loads(spec_json)), tokenizer, whole=whole)
 
 
-def _load(store: LocalStore, digest: str) -> Tokenizer | None:
+def _load(store: Store, digest: str) -> Tokenizer | None:
     return Tokenizer(Bundle.load(store, digest)) if digest else None
 
 
-def tokenizer_of(job: Job, store: LocalStore) -> Tokenizer | None:
+def tokenizer_of(job: Job, store: Store) -> Tokenizer | None:
     """The tokenizer of a job, from the store; None of ready ids that brought none."""
     return _load(store, job.tokenizer_digest)
 
 
-def renderer_of(job: Job, store: LocalStore, *, whole: bool = False) -> Renderer:
+def renderer_of(job: Job, store: Store, *, whole: bool = False) -> Renderer:
     """The renderer of a job, from the store. whole: as in make_renderer."""
-    return _cached_renderer(str(store.root), canonical_json(job.spec), job.tokenizer_digest, whole)
+    return _cached_renderer(store.url, canonical_json(job.spec), job.tokenizer_digest, whole)
 
 
 def make_renderer(spec: Spec, tokenizer: Tokenizer | None, *, whole: bool = False) -> Renderer:
@@ -152,7 +152,7 @@ def _capacity(spec: Spec) -> Capacity:
 
 
 def _read_checked(
-    job: Job, partition: sources.Partition, store: LocalStore
+    job: Job, partition: sources.Partition, store: Store
 ) -> tuple[Counters, list[sources.RowError], _Rows, tuple[str, ...]]:
     """Read the partition; again where the fast encoder was found wrong on the way, then by the reference.
 
@@ -171,7 +171,7 @@ def _read_checked(
 
 
 def _read(
-    job: Job, partition: sources.Partition, store: LocalStore
+    job: Job, partition: sources.Partition, store: Store
 ) -> tuple[Counters, list[sources.RowError], _Rows]:
     """Read and render the partition; count and leave out empty, untrained and bad rows."""
     counters, rejected = Counters(), list[sources.RowError]()
@@ -220,7 +220,7 @@ def _read(
 
 
 def _read_packed(
-    partition: sources.Partition, store: LocalStore
+    partition: sources.Partition, store: Store
 ) -> tuple[Counters, list[sources.RowError], _Rows]:
     """The segments of a dataset that is packed anew: all of them rows, trained or not.
 
@@ -357,7 +357,7 @@ def _capacities(planned: PackPlan) -> list[dict[str, int]]:
 
 
 def _write(
-    job: Job, number: int, rows: _Rows, planned: PackPlan, counters: Counters, store: LocalStore
+    job: Job, number: int, rows: _Rows, planned: PackPlan, counters: Counters, store: Store
 ) -> tuple[list[Shard], np.ndarray]:
     """Gather, encode and store the shards of a plan; counts padding and trained tokens as they go by."""
     shards: list[Shard] = []

@@ -16,7 +16,7 @@ from packer.packing.values import Capacity
 from packer.pipeline import renderer_of, tokenizer_of
 from packer.render import Rendered
 from packer.spec import Job
-from packer.store import LocalStore
+from packer.store import Store
 from packer.tokenization import Tokenizer
 
 SAMPLE_ROWS = 1000  # what the warnings look at
@@ -50,7 +50,7 @@ class Preview:
     num_rows: int
 
 
-def preview(job: Job, store: LocalStore, num_examples: int, *, sample_rows: int = SAMPLE_ROWS) -> Preview:
+def preview(job: Job, store: Store, num_examples: int, *, sample_rows: int = SAMPLE_ROWS) -> Preview:
     """Render the first rows in source order, as packing will. Works in this process and writes no shard.
 
     What it unpacks lies in the store until the caller removes it. Raises what reading and rendering raise.
@@ -80,7 +80,7 @@ def _place(example: Example) -> int:
     return example.example
 
 
-def _packed(job: Job, store: LocalStore, num_rows: int) -> Iterator[tuple[sources.Records, Rendered]]:
+def _packed(job: Job, store: Store, num_rows: int) -> Iterator[tuple[sources.Records, Rendered]]:
     """The first segments of a dataset that is packed anew, as if they were rendered."""
     found = sources.first_segments(job.inputs[0], store=store, at_least=num_rows)
     records = sources.Records(example_ids=found.example_ids, rows=[], locations=found.locations, errors=[])
@@ -90,7 +90,7 @@ def _packed(job: Job, store: LocalStore, num_rows: int) -> Iterator[tuple[source
     )
 
 
-def _records(job: Job, store: LocalStore) -> Iterator[sources.Records]:
+def _records(job: Job, store: Store) -> Iterator[sources.Records]:
     fields = dict(job.spec.source.fields)
     for number, one in enumerate(job.inputs):
         index = sources.index_input(

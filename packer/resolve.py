@@ -15,11 +15,11 @@ from packer import sources
 from packer.pipeline import make_renderer
 from packer.render import LOSSES
 from packer.spec import Job, Loss, Spec, SpecError, TokenizerSpec, dataset_id
-from packer.store import LocalStore
+from packer.store import Store
 from packer.tokenization import Bundle, Tokenizer
 
 
-def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = None) -> Job:
+def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None) -> Job:
     """Settle what a spec leaves open and identify its content; saves the tokenizer into the store.
 
     `roots`: folders that local paths must lie in; None allows all. Takes as long as reading the inputs
@@ -65,7 +65,7 @@ def resolve(spec: Spec, *, store: LocalStore, roots: Sequence[Path] | None = Non
     )
 
 
-def _resolve_repack(spec: Spec, store: LocalStore, roots: Sequence[Path] | None) -> Job:
+def _resolve_repack(spec: Spec, store: Store, roots: Sequence[Path] | None) -> Job:
     """The job that packs the segments of a dataset anew: what made them is what made them there."""
     packed = sources.resolve_packed(spec.source.paths, store)
     made, name = packed.job, packed.input.path

@@ -12,7 +12,7 @@ import numpy as np
 from packer.manifest import Manifest, ManifestError, Shard, list_datasets
 from packer.packing.values import Capacity, Int64, capacities_of
 from packer.shard import PADDING_ID, ShardError, iter_messages, read_packs, validate
-from packer.store import LocalStore
+from packer.store import Store
 
 
 @dataclass(slots=True)
@@ -25,12 +25,12 @@ class Findings:
     faults: list[str] = field(default_factory=list)
 
 
-def verify_store(store: LocalStore, *, dataset: str | None = None) -> Findings:
+def verify_store(store: Store, *, dataset: str | None = None) -> Findings:
     """Check all datasets of a store, or one. Reads every byte of their shards."""
     found = Findings()
     names = list_datasets(store)
     if dataset is not None and dataset not in names:
-        found.faults.append(f"there is no dataset {dataset} in {store.root}")
+        found.faults.append(f"there is no dataset {dataset} in {store.url}")
         return found
     for name in [dataset] if dataset is not None else names:
         found.num_datasets += 1
@@ -38,7 +38,7 @@ def verify_store(store: LocalStore, *, dataset: str | None = None) -> Findings:
     return found
 
 
-def _verify_dataset(store: LocalStore, dataset: str, found: Findings) -> None:
+def _verify_dataset(store: Store, dataset: str, found: Findings) -> None:
     manifest = Manifest(store, dataset)
     try:
         spec = manifest.spec() or {}
@@ -87,9 +87,9 @@ def _check_capacity(lengths: Int64, num_tokens: int, capacities: tuple[Capacity,
 
 
 def _verify_shard(
-    store: LocalStore, dataset: str, shard: Shard, rows: np.ndarray, capacities: tuple[Capacity, ...]
+    store: Store, dataset: str, shard: Shard, rows: np.ndarray, capacities: tuple[Capacity, ...]
 ) -> int:
-    data = store.map(shard.key)
+    data = store.get(shard.key)  # as it is there, not a copy
     if len(data) != shard.num_bytes:
         raise ShardError(f"{len(data)} bytes, the manifest says {shard.num_bytes}: cut off or changed")
     digest = hashlib.sha256(data).hexdigest()

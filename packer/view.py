@@ -6,12 +6,12 @@ from typing import Any
 
 from packer.manifest import Manifest, lock_key, read_origin
 from packer.report import total
-from packer.store import LocalStore
+from packer.store import Store
 
 _SHOWN = ("rows_in", "rows_packed", "tokens_packed", "num_packs", "num_shards")
 
 
-def dataset_view(store: LocalStore, dataset: str, manifest: Manifest | None = None) -> dict[str, Any] | None:
+def dataset_view(store: Store, dataset: str, manifest: Manifest | None = None) -> dict[str, Any] | None:
     """The contract's view of a dataset (`id, name, state, progress, report, error`), `spec`, `warnings`, and
     `created` and `request_id` of who asked for it; None where the store has none of that id.
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from packer import logs
 from packer.manifest import dataset_key, lock_key, remove_dataset, write_origin
 from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
-from packer.store import LocalStore, NoSpaceLeft
+from packer.store import NoSpaceLeft, Store
 from service import problems, uploads
 from service.auth import known_parameters_only
 from service.feeds import cancelled_key
@@ -90,7 +90,7 @@ def _resolve(spec: Spec, service: Service) -> Job:
     paths = uploads.local_paths(spec.source.paths, service.store)
     if paths != spec.source.paths:
         spec = dataclasses.replace(spec, source=dataclasses.replace(spec.source, paths=paths))
-        roots += (uploads.folder(service.store),)
+        roots += uploads.roots(service.store)
     try:
         return resolve(spec, store=service.store, roots=roots)
     except SpecError as error:
@@ -101,7 +101,7 @@ def _resolve(spec: Spec, service: Service) -> Job:
         raise problems.bad_spec(getattr(error, "field", None) or "tokenizer.path", str(error)) from error
 
 
-def _register(job: Job, store: LocalStore, request_id: str | None) -> bool:
+def _register(job: Job, store: Store, request_id: str | None) -> bool:
     """Make the dataset known to all replicas. Returns whether there is work to do that nobody had."""
     spec, failed = (dataset_key(job.dataset, name) for name in ("spec.json", "failed.json"))
     stopped = [key for key in (failed, cancelled_key(job.dataset)) if store.exists(key)]
@@ -188,7 +188,7 @@ async def delete_dataset(
     return Response(status_code=204)
 
 
-def _remove(store: LocalStore, dataset: str) -> bool:
+def _remove(store: Store, dataset: str) -> bool:
     """Remove a cancelled dataset unless some process packs it. Returns whether it is gone."""
     with store.lock(lock_key(dataset)) as mine:
         if not mine:

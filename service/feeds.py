@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.manifest import Manifest, ManifestError, Shard, dataset_key, list_datasets, repair
-from packer.store import LocalStore
+from packer.store import Store
 from packer.view import dataset_view
 from service import problems
 
@@ -77,7 +77,7 @@ class Snapshot:
 class Feed:
     """One dataset's manifest, shared by all requests of this process."""
 
-    def __init__(self, store: LocalStore, dataset: str, executor: Executor) -> None:
+    def __init__(self, store: Store, dataset: str, executor: Executor) -> None:
         self.dataset = dataset
         self._store, self._executor = store, executor
         self._manifest = Manifest(store, dataset)
@@ -217,7 +217,7 @@ def _damage(dataset: str, error: ManifestError) -> dict[str, Any]:
 class Feeds:
     """The feeds of the datasets that were asked for lately."""
 
-    def __init__(self, store: LocalStore, executor: Executor) -> None:
+    def __init__(self, store: Store, executor: Executor) -> None:
         self._store, self._executor = store, executor
         self._feeds: OrderedDict[str, Feed] = OrderedDict()
 

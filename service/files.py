@@ -10,8 +10,9 @@ import errno
 import os
 import threading
 from collections import OrderedDict
+from typing import BinaryIO
 
-from packer.store import LocalStore
+from packer.store import Store
 
 
 class ShardMissing(OSError):
@@ -29,27 +30,30 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", None)
 class ShardFiles:
     """Open shard files, the ones used last. Safe for threads."""
 
-    def __init__(self, store: LocalStore, *, max_open: int = 32) -> None:
+    def __init__(self, store: Store, *, max_open: int = 32) -> None:
         self._store, self._max_open = store, max_open
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Handle] = OrderedDict()
 
-    def read_into(self, key: str, offset: int, buffer: memoryview, *, wait: bool = True) -> None:
+    def read_into(
+        self, key: str, offset: int, buffer: memoryview, *, wait: bool = True, sha256: str | None = None
+    ) -> None:
         """Fill `buffer` from byte `offset` of the shard. Raises ShardMissing.
 
-        wait=False: never waits for a disk, and raises WouldBlock instead.
+        wait=False: never waits for a disk, and raises WouldBlock instead. sha256: the shard's, which spares
+        an object store a question.
         """
         if not wait and _NOWAIT is None:
             raise WouldBlock
-        handle = self._take(key, wait)
+        handle = self._take(key, wait, sha256)
         try:
             _fill(handle.descriptor, key, offset, buffer, wait)
         finally:
             self._give_back(handle)
 
-    def num_bytes(self, key: str) -> int:
+    def num_bytes(self, key: str, sha256: str | None = None) -> int:
         """Length of the shard file. Raises ShardMissing."""
-        handle = self._take(key, wait=True)
+        handle = self._take(key, wait=True, sha256=sha256)
         try:
             return os.fstat(handle.descriptor).st_size
         finally:
@@ -64,28 +68,37 @@ class ShardFiles:
     def close(self) -> None:
         self.forget("")
 
-    def _take(self, key: str, wait: bool) -> _Handle:
+    def _take(self, key: str, wait: bool, sha256: str | None = None) -> _Handle:
         """The open file of `key`, kept open until it is given back."""
         with self._lock:
-            handle = self._open.get(key)
-            if handle is None:
-                if not wait:  # opening may wait, for a disk or for a network
-                    raise WouldBlock
-                handle = self._open[key] = _Handle(self._descriptor(key))
-                while len(self._open) > self._max_open:
-                    self._open.popitem(last=False)[1].let_go()
-            self._open.move_to_end(key)
-            handle.num_users += 1
-            return handle
+            if key in self._open:
+                return self._used(key)
+        if not wait:  # opening may wait, for a disk or for a network
+            raise WouldBlock
+        file = self._opened(key, sha256)  # not under the lock: it may have to be fetched
+        with self._lock:
+            if key in self._open:  # by another thread meanwhile
+                file.close()
+            else:
+                self._open[key] = _Handle(file)
+            return self._used(key)
+
+    def _used(self, key: str) -> _Handle:
+        handle = self._open[key]
+        handle.num_users += 1
+        self._open.move_to_end(key)
+        while len(self._open) > self._max_open:
+            self._open.popitem(last=False)[1].let_go()
+        return handle
 
     def _give_back(self, handle: _Handle) -> None:
         with self._lock:
             handle.num_users -= 1
             handle.close_if_unused()
 
-    def _descriptor(self, key: str) -> int:
+    def _opened(self, key: str, sha256: str | None) -> BinaryIO:
         try:
-            return os.open(self._store.path(key), os.O_RDONLY | os.O_CLOEXEC)
+            return self._store.open(key, sha256=sha256)
         except FileNotFoundError as error:
             raise ShardMissing(f"{key} is listed in the manifest and not there") from error
 
@@ -109,12 +122,13 @@ def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, wait: bool
 
 
 class _Handle:
-    """A descriptor that closes when it is let go of and nobody reads from it. Used under the lock."""
+    """A file that closes when it is let go of and nobody reads from it. Used under the lock."""
 
-    __slots__ = ("descriptor", "is_kept", "num_users")
+    __slots__ = ("_file", "descriptor", "is_kept", "num_users")
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.num_users, self.is_kept = descriptor, 0, True
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.descriptor = file, file.fileno()
+        self.num_users, self.is_kept = 0, True
 
     def let_go(self) -> None:
         self.is_kept = False
@@ -122,5 +136,5 @@ class _Handle:
 
     def close_if_unused(self) -> None:
         if not self.is_kept and self.num_users == 0 and self.descriptor >= 0:
-            os.close(self.descriptor)
+            self._file.close()
             self.descriptor = -1

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-import uuid
 from typing import Any
 
 from fastapi import APIRouter, Depends
 from starlette.responses import JSONResponse, Response
 
-from packer.store import LocalStore
+from packer.store import Store
 from service.datasets import views_of_all
 from service.metrics import CONTENT_TYPE
 from service.schemas import Readiness
@@ -46,18 +44,16 @@ async def readyz(service: Service = Depends(service_of)) -> Response:  # noqa: B
     return JSONResponse(found, status_code=200 if ready else 503)
 
 
-def check_store(store: LocalStore) -> str:
+def check_store(store: Store) -> str:
     """ "ok", or why the store cannot be written."""
-    probe = store.root / f".tmp-ready-{uuid.uuid4().hex}"
     try:
-        store.root.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-        space = os.statvfs(store.root)
+        store.probe()
+        space = store.space()
     except OSError as error:
-        return f"cannot be written: {error.strerror}"
-    free = space.f_bavail * space.f_frsize
-    return "ok" if free >= _LEAST_FREE_BYTES else f"only {free} bytes are free, make room"
+        return f"cannot be written: {error.strerror or error}"
+    if space is not None and space[0] < _LEAST_FREE_BYTES:
+        return f"only {space[0]} bytes are free, make room"
+    return "ok"
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -75,6 +71,6 @@ async def metrics(service: Service = Depends(service_of)) -> Response:  # noqa: 
 
 
 def _measure_store(service: Service) -> None:
-    space = os.statvfs(service.store.root)
-    service.metrics.store_free_bytes.set(space.f_bavail * space.f_frsize)
-    service.metrics.store_size_bytes.set(space.f_blocks * space.f_frsize)
+    if (space := service.store.space()) is not None:
+        service.metrics.store_free_bytes.set(space[0])
+        service.metrics.store_size_bytes.set(space[1])

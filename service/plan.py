@@ -251,9 +251,9 @@ class ChunkReader:
         # Lists: one element of a structured array costs more than a small read.
         starts, shards, offsets = (ends - sizes).tolist(), rows["shard"].tolist(), rows["offset"].tolist()
         for first, stop in _runs(rows, sizes):
-            key = self._epoch.snapshot.shards[shards[first]].key
+            one = self._epoch.snapshot.shards[shards[first]]
             part = data[starts[first] : starts[stop - 1] + int(sizes[stop - 1])]
-            self._files.read_into(key, offsets[first], part, wait=wait)
+            self._files.read_into(one.key, offsets[first], part, wait=wait, sha256=one.sha256)
         return data, starts, rows["header_bytes"].tolist()
 
 

@@ -19,7 +19,7 @@ from packer.manifest import Manifest, dataset_key, list_datasets, read_origin
 from packer.report import of_capacities
 from packer.runners import Runner
 from packer.spec import Job, SpecError, job_from_document
-from packer.store import LocalStore
+from packer.store import Store
 from service.feeds import cancelled_key
 from service.metrics import Metrics
 from service.tasks import CountedRunner
@@ -39,7 +39,7 @@ class Scheduler:
 
     def __init__(
         self,
-        store: LocalStore,
+        store: Store,
         runner: Runner | Callable[[], Runner],
         *,
         max_jobs: int,

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from packer.store import is_url
+
 _PREFIX = "PADFREE_"
 
 
@@ -26,7 +28,7 @@ class SettingsError(ValueError):
 class Settings:
     """What a service is told at its start."""
 
-    store: Path
+    store: str  # a folder, or s3://BUCKET/PREFIX or gs://BUCKET/PREFIX
     data_roots: tuple[Path, ...] = ()  # folders that `source.paths` may lie in; none: the working folder
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free port
@@ -63,7 +65,8 @@ class Settings:
             if text:
                 values[item.name] = _parse(item.name, hints[item.name], text)
         values |= arguments
-        values["store"] = Path(values["store"]).absolute()
+        if not is_url(values["store"]):
+            values["store"] = str(Path(values["store"]).absolute())
         values["data_roots"] = tuple(
             Path(root).absolute() for root in values.get("data_roots") or (Path.cwd(),)
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -113,7 +114,7 @@ async def get_shard(
     if is_unchanged(request.headers.get("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
     try:
-        size = await service.in_thread(service.files.num_bytes, one.key)
+        size = await service.in_thread(service.files.num_bytes, one.key, one.sha256)
     except ShardMissing as error:
         problem = await (await service.feeds.get(dataset)).damage(f"shard {index} is not there")
         service.feeds.drop(dataset)
@@ -135,7 +136,7 @@ async def get_shard(
         return Response(headers=headers, media_type=MEDIA_TYPE)
     return ChunkedResponse(
         service,
-        _bytes(service, one.key, start, stop),
+        _bytes(service, one, start, stop),
         kind="shard",
         what=f"shard {index} of {dataset}",
         status_code=206 if wanted else 200,
@@ -158,12 +159,13 @@ async def _find(service: Service, dataset: str, index: str) -> Shard:
     return snapshot.shards[int(index)]
 
 
-async def _bytes(service: Service, key: str, start: int, stop: int) -> AsyncIterator[memoryview]:
+async def _bytes(service: Service, one: Shard, start: int, stop: int) -> AsyncIterator[memoryview]:
+    read = functools.partial(service.files.read_into, sha256=one.sha256)
     try:
         while start < stop:
             size = min(service.chunk_bytes(), stop - start)
             buffer = np.empty(size, np.uint8).data
-            await service.in_thread(service.files.read_into, key, start, buffer)
+            await service.in_thread(read, one.key, start, buffer)
             yield buffer
             start += size
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
-from packer.store import LocalStore
+from packer.store import Store, open_store
 from service.daemon import run_in_daemon
 from service.epochs import BlockCache, StepsCache
 from service.feeds import Feeds
@@ -40,7 +40,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.store = LocalStore(settings.store)
+        self.store: Store = open_store(settings.store)
         self.metrics = Metrics()
         self.executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="store")
         self.feeds = Feeds(self.store, self.executor)

@@ -8,13 +8,9 @@ name, made durable, renamed. The body is never held in memory and never in a tem
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import hashlib
-import os
 import re
-import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +19,7 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from packer.store import LocalStore
+from packer.store import Staged, Store, is_url
 from service import problems
 from service.auth import known_parameters_only
 from service.schemas import UploadView
@@ -32,7 +28,6 @@ from service.state import Service, service_of
 SCHEME = "upload://"
 
 _FOLDER = "uploads"
-_TEMPORARY = ".tmp-"
 _ENDINGS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")
 _ENDING = re.compile(rf"(?:{'|'.join(re.escape(e) for e in _ENDINGS)})(?:\.gz|\.zst)?$", re.IGNORECASE)
 _NAME = re.compile(rf"[0-9a-f]{{32}}(?:{'|'.join(re.escape(e) for e in _ENDINGS)})(?:\.gz|\.zst)?")
@@ -107,10 +102,9 @@ def _storage_problem(error: OSError) -> problems.Problem:
 class _Upload:
     """A file on its way into the store. Its methods block; `close` may be called at any time."""
 
-    def __init__(self, store: LocalStore) -> None:
-        self._folder = store.path(_FOLDER)
-        self._temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        self._file = -1
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._staged: Staged | None = None
         self._digest = hashlib.sha256()
         self.num_bytes = 0
 
@@ -119,38 +113,28 @@ class _Upload:
         return self._digest.hexdigest()
 
     def open(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._staged = self._store.stage(_FOLDER)
 
     def write(self, data: bytes) -> None:
+        assert self._staged is not None
         self._digest.update(data)
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._file, view) :]
+        self._staged.write(data)
         self.num_bytes += len(data)
 
     def finish(self, ending: str) -> str:
         """Make the file part of the store; returns its name there."""
+        assert self._staged is not None
         name = f"{self.sha256[:32]}{ending}"
-        os.fsync(self._file)
-        os.replace(self._temporary, self._folder / name)
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        self._staged.publish(f"{_FOLDER}/{name}")
         return name
 
     def close(self) -> None:
-        """Close the file; remove it where it is not finished."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        with contextlib.suppress(OSError):
-            self._temporary.unlink(missing_ok=True)
+        """Let go of the file; it is gone where it is not finished."""
+        if self._staged is not None:
+            self._staged.close()
 
 
-def local_paths(paths: Sequence[str], store: LocalStore) -> tuple[str, ...]:
+def local_paths(paths: Sequence[str], store: Store) -> tuple[str, ...]:
     """`paths` with uploads as the files that they are. Raises the Problem of one that is not there."""
     found = []
     for path in paths:
@@ -162,23 +146,20 @@ def local_paths(paths: Sequence[str], store: LocalStore) -> tuple[str, ...]:
                     "source.paths",
                     f"there is no upload {path[:80]!r}: send the file to POST /v1/uploads and use its answer",
                 )
-            path = str(store.path(key))
+            path = store.where(key)
         found.append(path)
     return tuple(found)
 
 
-def folder(store: LocalStore) -> Path:
-    """Where uploads lie: a root that sources may be read from."""
-    return store.path(_FOLDER)
+def roots(store: Store) -> tuple[Path, ...]:
+    """The folders of uploads, that sources may be read from; none where they are in an object store."""
+    place = store.where(_FOLDER)
+    return () if is_url(place) else (Path(place),)
 
 
-def sweep(store: LocalStore, *, now_s: float | None = None) -> int:
+def sweep(store: Store) -> int:
     """Remove what killed services left half-written a day ago or longer. Returns how many files.
 
     Not sooner: another replica may be writing.
     """
-    now_s = time.time() if now_s is None else now_s
-    left = [path for path in folder(store).glob(f"{_TEMPORARY}*") if path.stat().st_mtime < now_s - _STALE_S]
-    for path in left:
-        path.unlink(missing_ok=True)
-    return len(left)
+    return store.sweep(_FOLDER, older_than_s=_STALE_S)

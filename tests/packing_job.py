@@ -17,7 +17,7 @@ from packer.resolve import resolve
 from packer.runners import InlineRunner, Runner
 from packer.shard import Pack, read_packs
 from packer.spec import Job, parse_spec
-from packer.store import LocalStore
+from packer.store import Store, open_store
 from packer.verify import verify_store
 
 
@@ -67,16 +67,16 @@ class Packed:
         return found
 
 
-def pack_document(store_root: Path, document: dict[str, Any], runner: Runner | None = None) -> Packed:
-    """Resolve and pack; checks the store afterwards."""
-    store = LocalStore(store_root)
+def pack_document(place: Path | str, document: dict[str, Any], runner: Runner | None = None) -> Packed:
+    """Resolve and pack into the store at `place`; checks the store afterwards."""
+    store = open_store(place)
     job = resolve(parse_spec(document), store=store)
     report = pack(job, store, runner or InlineRunner())
     assert verify_store(store, dataset=job.dataset).faults == []
     return read_back(store, job, report)
 
 
-def read_back(store: LocalStore, job: Job, report: dict[str, Any]) -> Packed:
+def read_back(store: Store, job: Job, report: dict[str, Any]) -> Packed:
     manifest = Manifest(store, job.dataset)
     manifest.refresh()
     return Packed(

@@ -106,7 +106,7 @@ def wait_for(found: Callable[[], Any], *, timeout_s: float = 30) -> Any:
 
 @contextlib.contextmanager
 def running(
-    store: Path, *, runner: Runner | Callable[[], Runner] | None = None, **settings: Any
+    store: Path | str, *, runner: Runner | Callable[[], Runner] | None = None, **settings: Any
 ) -> Iterator[Server]:
     """A server on `store` in a thread; without a runner it only serves."""
     chosen = Settings.from_environment({}, store=store, port=0, **settings)
@@ -124,7 +124,9 @@ def running(
 
 
 @contextlib.contextmanager
-def spawned(store: Path, *, port: int = 0, data_root: Path | None = None, **environ: str) -> Iterator[Server]:
+def spawned(
+    store: Path | str, *, port: int = 0, data_root: Path | None = None, **environ: str
+) -> Iterator[Server]:
     """`padfree serve` without Ray in a process of its own; killed at the end where it still runs."""
     port = port or free_port()
     command = [sys.executable, "-m", "padfree", "serve", "--workers", "0", "--port", str(port)]

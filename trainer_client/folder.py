@@ -1,4 +1,4 @@
-"""Packs from a store folder: no server needed, also while the dataset is still being packed."""
+"""Packs from a store itself: no server needed, also while the dataset is still being packed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from packer import order
 from packer.manifest import Manifest, ManifestError, lock_key, repair
 from packer.shard import Stamp, padding_pack
-from packer.store import LocalStore
+from packer.store import open_store
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DataDamaged, DatasetFailed, Lost, StreamTimeout, UnknownDataset
@@ -35,8 +34,8 @@ class FolderTransport:
 
     def __init__(self, root: str | os.PathLike[str], dataset: str, *, timeout_s: float) -> None:
         self.dataset, self.label = dataset, f"dataset {dataset}"
-        self._root = Path(root)
-        self._store = LocalStore(root)
+        self._root = str(root)
+        self._store = open_store(root)
         self._manifest = Manifest(self._store, dataset)
         self._timeout_s = timeout_s
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
@@ -105,8 +104,8 @@ class FolderTransport:
     def _require_known(self) -> None:
         if self._known:
             return
-        if not self._root.is_dir():
-            raise UnknownDataset(f"there is no store folder {self._root}: give the --store of `padfree pack`")
+        if not self._store.is_there():
+            raise UnknownDataset(f"there is no store {self._root}: give the --store of `padfree pack`")
         if self._manifest.spec() is None:
             raise UnknownDataset(
                 f"there is no dataset {self.dataset} in the store {self._root}; `padfree datasets` lists them"
@@ -216,7 +215,7 @@ class FolderTransport:
             return self._maps[index]
         key = self._manifest.shards[index].key
         try:
-            view = self._store.map(key)
+            view = self._store.map(key, sha256=self._manifest.shards[index].sha256)
         except (FileNotFoundError, ValueError) as error:  # ValueError: an empty file cannot be mapped
             self._require_there()
             raise DataDamaged(

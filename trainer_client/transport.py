@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from packer import shard
 from packer.shard import Pack, ShardError, Stamp
+from packer.store import is_url
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import Lost
@@ -133,6 +134,8 @@ def open_transport(
         # Long enough to be no trouble, short enough for several tries before the timeout.
         silence_s = max(0.25, min(60.0, timeout_s / 10))
         return HttpTransport(str(source), dataset, token=token, silence_s=silence_s, ids=ids)
-    if "://" in str(source):
-        raise ValueError(f"source: an http(s) url or a store folder is required, found {str(source)!r}")
+    if "://" in str(source) and not is_url(source):
+        raise ValueError(
+            f"source: an http(s) url, or a store's folder or s3:// url is required, found {str(source)!r}"
+        )
     return FolderTransport(source, dataset, timeout_s=timeout_s)

@@ -18,10 +18,10 @@ import pyarrow as pa
 from packer.sources import tabular
 from packer.sources.lines import LineIndexer
 from packer.sources.parse import RowFault, fault_line
-from packer.sources.streams import Spool, blocks, open_input, open_stream, spool
+from packer.sources.streams import Spool, blocks, open_input, open_stream
 from packer.sources.values import MIB
 from packer.spec import InputFile
-from packer.store import LocalStore
+from packer.store import Store
 
 
 class LineSpool:
@@ -71,27 +71,23 @@ def table_lines(batches: Iterable[tabular.Rows]) -> Iterator[bytes]:
 
 @contextlib.contextmanager
 def open_raw(
-    input: InputFile, store: LocalStore, key: str | None, max_unpacked_bytes: int
+    input: InputFile, store: Store, key: str | None, max_unpacked_bytes: int
 ) -> Iterator[tuple[Any, Callable[[], None]]]:
     """A table's file for random access, and a function that lets go of the memory it holds.
 
-    It is the input itself, or a copy under `key`, which is gone afterwards.
+    It is the input itself, or where `key` is given a copy on this machine, which is gone afterwards.
     """
     if key is None:
         with open_path(input.path, input.reader) as opened:
             yield opened
         return
-    try:
-        with (
-            open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream,
-            spool(store, key) as copy,
-        ):
+    with store.stage(key) as copy:
+        with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
             for block in blocks(stream):
                 copy.write(block)
-        with open_path(str(store.path(key)), input.reader) as opened:
+        copy.flush()
+        with open_path(str(copy.path), input.reader) as opened:
             yield opened
-    finally:
-        store.delete(key)
 
 
 @contextlib.contextmanager

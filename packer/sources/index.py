@@ -23,7 +23,7 @@ from packer.sources.segments import index_packed
 from packer.sources.streams import Spool, Stream, blocks, changed, open_stream, spool, spool_key
 from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
 from packer.spec import InputFile
-from packer.store import LocalStore
+from packer.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class _Task:
     """One call of `index_input`, with what was found out about it."""
 
     input: InputFile
-    store: LocalStore
+    store: Store
     work_key: str
     random_access: bool
     names: frozenset[str]  # that columns in use may have
@@ -60,7 +60,7 @@ class _Task:
 def index_input(
     input: InputFile,
     *,
-    store: LocalStore,
+    store: Store,
     work_key: str,
     random_access: bool,
     fields: Mapping[str, str],

@@ -18,7 +18,7 @@ from packer.report import Counters, total
 from packer.shard import ShardError
 from packer.sources.values import SourceError
 from packer.spec import InputFile, Job, SpecError, job_from_document
-from packer.store import LocalStore
+from packer.store import Store
 
 SCHEME = "dataset://"
 READER = "dataset"  # InputFile.reader
@@ -48,7 +48,7 @@ def is_packed(inputs: Sequence[InputFile]) -> bool:
 # ------------------------------------------------------------------ resolve
 
 
-def resolve_packed(paths: Sequence[str], store: LocalStore) -> PackedSource:
+def resolve_packed(paths: Sequence[str], store: Store) -> PackedSource:
     """The dataset that `paths` name, which must be one alone and finished. Raises SourceError."""
     if len(paths) != 1:
         raise SourceError(
@@ -79,7 +79,7 @@ def resolve_packed(paths: Sequence[str], store: LocalStore) -> PackedSource:
     return PackedSource(input=source, job=job, warnings=_warnings(dataset, job, counters))
 
 
-def finished(dataset: str, store: LocalStore) -> Manifest:
+def finished(dataset: str, store: Store) -> Manifest:
     manifest = Manifest(store, dataset)
     try:
         manifest.refresh()

@@ -39,7 +39,7 @@ from packer.sources.values import (
     Span,
     Unit,
 )
-from packer.store import LocalStore, StoreError
+from packer.store import Store, StoreError
 
 BATCH_RECORDS = 1000
 BATCH_BYTES = 8 * MIB
@@ -149,7 +149,7 @@ class _Batcher:
 def read_partition(
     partition: Partition,
     *,
-    store: LocalStore,
+    store: Store,
     fields: Mapping[str, str],
     max_row_bytes: int = MAX_ROW_BYTES,
 ) -> Iterator[Records]:
@@ -178,12 +178,13 @@ def read_partition(
 
 
 @contextlib.contextmanager
-def _open(file: RecordFile, store: LocalStore) -> Iterator[BinaryIO]:
+def _open(file: RecordFile, store: Store, *, random_access: bool) -> Iterator[BinaryIO]:
     """The bytes where the records lie; that an input stayed the same is checked before and after."""
     if file.spool is not None:
         try:
-            spooled = open(store.path(file.spool), "rb", buffering=0)  # noqa: SIM115
-        except OSError as error:
+            # In stream order a partition is one stretch of it; shuffled, records from all over.
+            spooled = store.open(file.spool) if random_access else store.open_part(file.spool)
+        except FileNotFoundError as error:
             raise StoreError(
                 error.errno, f"work file {file.spool} of {file.input.path} is gone; post the dataset again"
             ) from error
@@ -200,10 +201,10 @@ def _open(file: RecordFile, store: LocalStore) -> Iterator[BinaryIO]:
 
 
 def _read_in_order(
-    partition: Partition, store: LocalStore, names: frozenset[str], batcher: _Batcher
+    partition: Partition, store: Store, names: frozenset[str], batcher: _Batcher
 ) -> Iterator[None]:
     for which, span in enumerate(partition.spans):
-        with _open(span.file, store) as file:
+        with _open(span.file, store, random_access=False) as file:
             yield from _READERS[span.file.layout](span, which, file, names, batcher)
 
 
@@ -280,7 +281,7 @@ _READERS = {
 # ------------------------------------------------------------------ shuffled
 
 
-def _read_shuffled(partition: Partition, store: LocalStore, batcher: _Batcher) -> Iterator[None]:
+def _read_shuffled(partition: Partition, store: Store, batcher: _Batcher) -> Iterator[None]:
     """Records by random access, part by part: read in file order, given in stream order."""
     assert partition.seed is not None
     firsts = np.array([span.first for span in partition.spans], np.int64)
@@ -311,7 +312,7 @@ _PLACE = np.dtype([("offset", "<i8"), ("end", "<i8"), ("line", "<i8")])
 
 
 def _places(
-    spans: Sequence[Span], which: NDArray[np.int64], ordinals: NDArray[np.int64], store: LocalStore
+    spans: Sequence[Span], which: NDArray[np.int64], ordinals: NDArray[np.int64], store: Store
 ) -> np.ndarray:
     """Where each record lies in its file. (k,) of _PLACE."""
     places = np.empty(len(which), _PLACE)
@@ -323,7 +324,7 @@ def _places(
             continue
         assert file.offsets is not None, "indexed without random_access"
         # Mapped anew for each part, so that pages which were touched do not add up.
-        offsets = np.memmap(store.path(file.offsets), OFFSET, "r")
+        offsets = np.frombuffer(store.map(file.offsets), OFFSET)
         rows = ordinals[mine]
         places["offset"][mine] = offsets["offset"][rows]
         places["end"][mine] = offsets["offset"][rows + 1]
@@ -343,7 +344,7 @@ def _parts(sizes: NDArray[np.int64]) -> Iterator[slice]:
 
 
 def _gather(
-    spans: Sequence[Span], which: NDArray[np.int64], places: np.ndarray, store: LocalStore, max_row_bytes: int
+    spans: Sequence[Span], which: NDArray[np.int64], places: np.ndarray, store: Store, max_row_bytes: int
 ) -> list[bytes | TooLong]:
     """The records at `places`, read in the order of files and offsets, given in the order asked for."""
     raws: list[bytes | TooLong] = [b""] * len(places)
@@ -351,7 +352,7 @@ def _gather(
     borders = np.flatnonzero(np.diff(which[order])) + 1
     for mine in np.split(order, borders):
         record_file = spans[which[mine[0]]].file
-        with _open(record_file, store) as file:
+        with _open(record_file, store, random_access=True) as file:
             if record_file.layout == "document":
                 raws[mine[0]] = _read_document(record_file, file, max_row_bytes)
                 continue

@@ -1,19 +1,14 @@
-"""Files of an object store (s3://, gs://) through pyarrow's file systems.
-
-Credentials, region and endpoint come from where the store's own tools look for them (for S3:
-AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_REGION, AWS_ENDPOINT_URL, an instance role), never from the url:
-whoever names an object cannot send our credentials elsewhere.
-"""
+"""Files of an object store (s3://, gs://) through pyarrow's file systems (packer.store.remote)."""
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any, BinaryIO, cast
 
 from pyarrow import fs
 
 from packer.sources.values import SourceError
+from packer.store.remote import advice, content_tag, filesystem
 
 SCHEMES = ("s3", "gs")
 
@@ -24,11 +19,6 @@ def is_remote(path: str) -> bool:
     return bool(separator) and scheme in SCHEMES
 
 
-@functools.lru_cache(maxsize=64)
-def _filesystem(scheme: str, bucket: str) -> fs.FileSystem:
-    return fs.FileSystem.from_uri(f"{scheme}://{bucket}")[0]
-
-
 def _split(url: str) -> tuple[Any, str]:
     """The file system of a url, and the path there (bucket/key)."""
     scheme, _, path = url.partition("://")
@@ -36,13 +26,13 @@ def _split(url: str) -> tuple[Any, str]:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", bucket):
         raise SourceError(f"{url}: {scheme}://BUCKET/KEY is required, found no bucket's name")
     try:
-        return _filesystem(scheme, bucket), path
+        return filesystem(scheme, bucket), path
     except (OSError, ValueError) as error:
         raise _unreadable(url, error) from error
 
 
 def _unreadable(url: str, error: Exception) -> SourceError:
-    return SourceError(f"{url}: cannot be read ({error}); check the url, the credentials and the endpoint")
+    return SourceError(f"{url}: cannot be read ({error}); {advice(error)}")
 
 
 def open_remote(url: str) -> BinaryIO:
@@ -62,19 +52,14 @@ def remote_identity(url: str) -> tuple[int, str]:
         if info.type != fs.FileType.File:
             raise SourceError(f"{url}: there is no such object; check the url")
         with system.open_input_stream(path) as stream:
-            about = {_text(name).lower(): _text(value) for name, value in (stream.metadata() or {}).items()}
+            tag = content_tag(stream)
     except OSError as error:
         raise _unreadable(url, error) from error
-    etag = about.get("etag") or about.get("generation")
-    if not etag:
+    if tag is None:
         raise SourceError(
             f"{url}: the store tells no etag, so a change could not be seen; copy it to this machine"
         )
-    return int(info.size), "etag:" + etag.strip('"')
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return int(info.size), "etag:" + tag
 
 
 def list_remote(url: str) -> tuple[list[str], bool]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,10 +24,10 @@ from packer.order import permute
 from packer.report import total
 from packer.shard import PADDING_ID, Pack, decode_message, iter_boundaries, verify_message
 from packer.sources.packed import damaged, finished, gone, reading
-from packer.sources.streams import not_written, spool_key
+from packer.sources.streams import spool_key
 from packer.sources.values import MARK, MARK_BYTES, FileIndex, Locations, Partition, RecordFile, SourceError
 from packer.spec import InputFile
-from packer.store import LocalStore
+from packer.store import Store, StoreError, not_written
 
 _TOKEN_BYTES = 4  # what a token counts as where partitions are measured by text
 _POOL_TOKENS = 1 << 22  # of packs that are decoded at once
@@ -67,7 +66,7 @@ class Segments:
 # ------------------------------------------------------------------ index
 
 
-def index_packed(input: InputFile, *, store: LocalStore, work_key: str) -> FileIndex:
+def index_packed(input: InputFile, *, store: Store, work_key: str) -> FileIndex:
     """Where each example's segment lies, as an array of SEGMENT under `work_key`, by stream position.
 
     Reads boundaries and example ids of every pack, no tokens. Memory grows only where examples were split:
@@ -102,18 +101,16 @@ def _num_examples(manifest: Manifest) -> int:
 
 
 @contextlib.contextmanager
-def _table(store: LocalStore, key: str) -> Iterator[str]:
+def _table(store: Store, key: str) -> Iterator[str]:
     """The path of a work file that is there under `key` only if the block ends well."""
-    path = store.path(key)
-    temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield str(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise not_written(error, path) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with store.stage(key.rpartition("/")[0]) as staged:
+        try:
+            yield str(staged.path)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise not_written(error, staged.path) from error
+        staged.publish(key, durable=False)
 
 
 def _new_table(path: str, places: int) -> np.memmap:
@@ -124,7 +121,7 @@ def _new_table(path: str, places: int) -> np.memmap:
 
 
 def _place_whole(
-    path: str, input: InputFile, store: LocalStore, num_commits: int, num_examples: int
+    path: str, input: InputFile, store: Store, num_commits: int, num_examples: int
 ) -> int | None:
     """Fill the table where each example has one segment at most; None, as soon as one has two."""
     table = _new_table(path, num_examples)
@@ -137,7 +134,7 @@ def _place_whole(
     return num_examples
 
 
-def _place_pieces(path: str, input: InputFile, store: LocalStore, num_commits: int, num_examples: int) -> int:
+def _place_pieces(path: str, input: InputFile, store: Store, num_commits: int, num_examples: int) -> int:
     """Fill the table where examples have several segments: those of one stand together, in commit order."""
     counts = np.zeros(num_examples, np.int32)
     for found in _segments(input, store, num_commits, num_examples):
@@ -155,9 +152,7 @@ def _place_pieces(path: str, input: InputFile, store: LocalStore, num_commits: i
     return places
 
 
-def _segments(
-    input: InputFile, store: LocalStore, num_commits: int, num_examples: int
-) -> Iterator[np.ndarray]:
+def _segments(input: InputFile, store: Store, num_commits: int, num_examples: int) -> Iterator[np.ndarray]:
     """The segments of each shard in commit order, padding left out, as arrays of SEGMENT."""
     dataset = input.digest
     for partition in range(num_commits):
@@ -170,7 +165,7 @@ def _segments(
         for shard in commit.shards:
             rows = commit.rows[commit.rows["shard"] == shard.index]
             with reading(input, shard.key):
-                boundaries = list(iter_boundaries(store.map(shard.key)))
+                boundaries = list(iter_boundaries(store.map(shard.key, sha256=shard.sha256)))
             if len(boundaries) != len(rows):
                 raise damaged(input, shard.key, f"{len(boundaries)} packs, its index lists {len(rows)}")
             found = _of_shard(rows, boundaries)
@@ -212,7 +207,7 @@ def _marks(path: str, places: int) -> tuple[np.ndarray, int]:
 # ------------------------------------------------------------------ read
 
 
-def read_segments(partition: Partition, *, store: LocalStore) -> Segments:
+def read_segments(partition: Partition, *, store: Store) -> Segments:
     """The segments of a partition in stream order. Raises SourceError.
 
     Packs are decoded in the order in which they lie, each once; a partition in another order than the
@@ -245,7 +240,7 @@ def read_segments(partition: Partition, *, store: LocalStore) -> Segments:
     )
 
 
-def segment_lengths(input: InputFile, *, store: LocalStore) -> NDArray[np.int64]:
+def segment_lengths(input: InputFile, *, store: Store) -> NDArray[np.int64]:
     """Tokens of every segment of a dataset, those of example 0 first. (num_segments,) int64."""
     manifest = finished(input.digest, store)
     parts = list(_segments(input, store, manifest.num_commits, _num_examples(manifest)))
@@ -253,7 +248,7 @@ def segment_lengths(input: InputFile, *, store: LocalStore) -> NDArray[np.int64]
     return found["length"][np.argsort(found["example"], kind="stable")].astype(np.int64)
 
 
-def first_segments(input: InputFile, *, store: LocalStore, at_least: int) -> Segments:
+def first_segments(input: InputFile, *, store: Store, at_least: int) -> Segments:
     """The segments of the first packs, as they lie there: no more packs are read than `at_least` takes."""
     manifest = finished(input.digest, store)
     found: list[np.ndarray] = []
@@ -290,7 +285,7 @@ def _locations(input: InputFile, example_ids: NDArray[np.int64]) -> Locations:
     return Locations([(input.path, "example")], np.zeros(len(example_ids), np.int64), example_ids)
 
 
-def _rows_of(partition: Partition, store: LocalStore) -> np.ndarray:
+def _rows_of(partition: Partition, store: Store) -> np.ndarray:
     """The part of the table that a partition takes, in stream order."""
     positions = np.arange(partition.start, partition.stop, dtype=np.int64)
     if partition.seed is not None:
@@ -298,18 +293,18 @@ def _rows_of(partition: Partition, store: LocalStore) -> np.ndarray:
     return np.array(_open_table(partition.spans[0].file, store)[positions])
 
 
-def _open_table(file: RecordFile, store: LocalStore) -> np.memmap:
+def _open_table(file: RecordFile, store: Store) -> np.ndarray:
     assert file.offsets is not None
     try:
-        return np.memmap(store.path(file.offsets), SEGMENT, "r")
-    except OSError as error:
+        return np.frombuffer(store.map(file.offsets), SEGMENT)
+    except FileNotFoundError as error:
         raise SourceError(
             f"work file {file.offsets} of {file.input.path} is gone; post the dataset again"
         ) from error
 
 
 def _pools(
-    input: InputFile, segments: np.ndarray, store: LocalStore
+    input: InputFile, segments: np.ndarray, store: Store
 ) -> Iterator[tuple[slice, list[Pack], NDArray[np.int64]]]:
     """Packs of about _POOL_TOKENS at a time: which of `segments` are in them, the packs, and where each
     segment's pack begins in the pool. `segments` are in the order in which they lie."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import pyarrow as pa
@@ -16,7 +13,7 @@ import pyarrow as pa
 from packer.sources.remote import is_remote, open_remote
 from packer.sources.values import MIB, SourceError
 from packer.spec import InputFile
-from packer.store import LocalStore, NoSpaceLeft, StoreError
+from packer.store import Staged, Store
 
 BLOCK_BYTES = 4 * MIB
 
@@ -111,51 +108,16 @@ def spool_key(work_key: str, input: InputFile, *what: str) -> str:
     return f"{work_key}/{hashlib.sha256(about.encode()).hexdigest()[:32]}"
 
 
-class Spool:
-    """A work file that is being written. Errors are those of the store, told apart from a source's."""
-
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
-
-    def write(self, data: bytes) -> None:
-        try:
-            self._file.write(data)
-        except OSError as error:
-            raise not_written(error, self._path) from error
+# A work file that is being written.
+Spool = Staged
 
 
 @contextlib.contextmanager
-def spool(store: LocalStore, key: str) -> Iterator[Spool]:
+def spool(store: Store, key: str) -> Iterator[Spool]:
     """A work file that is there under `key` only if the block ends well. Not made durable.
 
     Raises NoSpaceLeft or StoreError where it cannot be written.
     """
-    path = store.path(key)
-    temporary = path.parent / f".tmp-{uuid.uuid4().hex}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(temporary, "wb", buffering=MIB)  # noqa: SIM115  # closed below, before the rename
-    except OSError as error:
-        raise not_written(error, path) from error
-    try:
-        yield Spool(file, path)
-        try:
-            file.close()
-            os.replace(temporary, path)
-        except OSError as error:
-            raise not_written(error, path) from error
-    finally:
-        # After the rename there is nothing of that name.
-        with contextlib.suppress(OSError):
-            file.close()
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def not_written(error: OSError, path: Path) -> StoreError:
-    """A work file that could not be written, as an error of the store."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceLeft(
-            error.errno, f"no space left to unpack a source into {path.parent}: make room and post again"
-        )
-    return StoreError(error.errno, f"cannot write {path}: {error.strerror}")
+    with store.stage(key.rpartition("/")[0]) as staged:
+        yield staged
+        staged.publish(key, durable=False)

@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 DEFAULT_STORE = "padfree-store"
@@ -32,7 +31,11 @@ class CommandError(Exception):
 def add_place(parser: argparse.ArgumentParser) -> None:
     """--store or --url, and --token."""
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--store", metavar="DIR", help=f"folder of the store (default: ./{DEFAULT_STORE})")
+    place.add_argument(
+        "--store",
+        metavar="DIR",
+        help=f"the store: a folder or s3://BUCKET/PREFIX (default: ./{DEFAULT_STORE})",
+    )
     place.add_argument("--url", metavar="URL", help="a running service, for example http://localhost:8000")
     parser.add_argument(
         "--token", default=os.environ.get("PADFREE_TOKEN"), help="bearer token of the service (PADFREE_TOKEN)"
@@ -47,7 +50,7 @@ def scratch_store(args: argparse.Namespace) -> Iterator[Any]:
     from packer.store import LocalStore
 
     if names_dataset(args.source):
-        yield LocalStore(store_folder(args, must_exist=True))
+        yield store_of(args, must_exist=True)
         return
     with tempfile.TemporaryDirectory(prefix="padfree-") as folder:
         yield LocalStore(folder)
@@ -57,11 +60,18 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="end with the result as one line of JSON")
 
 
-def store_folder(args: argparse.Namespace, *, must_exist: bool) -> Path:
-    folder = Path(args.store or DEFAULT_STORE)
-    if must_exist and not folder.is_dir():
-        raise CommandError(f"there is no store at {folder}: name one with --store DIR", status=2)
-    return folder
+def store_of(args: argparse.Namespace, *, must_exist: bool) -> Any:
+    """The store of --store, a packer.store.Store."""
+    from packer.store import StoreError, open_store
+
+    place = args.store or DEFAULT_STORE
+    try:
+        store = open_store(place)
+        if must_exist and not store.is_there():
+            raise CommandError(f"there is no store at {place}: name one with --store DIR", status=2)
+    except StoreError as error:
+        raise CommandError(str(error), status=2) from None
+    return store
 
 
 def request(

@@ -31,10 +31,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _views_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     from packer.manifest import list_datasets
-    from packer.store import LocalStore
     from packer.view import dataset_view
 
-    store = LocalStore(common.store_folder(args, must_exist=True))
+    store = common.store_of(args, must_exist=True)
     views = (dataset_view(store, dataset) for dataset in list_datasets(store))
     return [view for view in views if view is not None]
 
@@ -44,13 +43,10 @@ def _remove(args: argparse.Namespace) -> None:
         common.request(args, "DELETE", f"/v1/datasets/{args.remove}")
         return
     from packer.manifest import list_datasets, lock_key, remove_dataset
-    from packer.store import LocalStore
 
-    store = LocalStore(common.store_folder(args, must_exist=True))
+    store = common.store_of(args, must_exist=True)
     if args.remove not in list_datasets(store):
-        raise CommandError(
-            f"there is no dataset {args.remove} in {store.root}; `padfree datasets` lists them"
-        )
+        raise CommandError(f"there is no dataset {args.remove} in {store.url}; `padfree datasets` lists them")
     with store.lock(lock_key(args.remove)) as mine:
         if not mine:
             raise CommandError(f"dataset {args.remove} is being packed; stop that first")

@@ -81,13 +81,12 @@ def _dataset(args: argparse.Namespace) -> dict[str, Any]:
     if args.url:
         return common.request(args, "GET", f"/v1/datasets/{args.what}")
     from packer.manifest import Manifest
-    from packer.store import LocalStore
     from packer.view import dataset_view
 
-    store = LocalStore(common.store_folder(args, must_exist=True))
+    store = common.store_of(args, must_exist=True)
     view = dataset_view(store, args.what)
     if view is None:
-        raise CommandError(f"{args.what} is neither a shard file nor a dataset in {store.root}")
+        raise CommandError(f"{args.what} is neither a shard file nor a dataset in {store.url}")
     manifest = Manifest(store, args.what)
     manifest.refresh()
     packs: list[dict[str, Any]] = []

@@ -89,10 +89,9 @@ def _shown(tokens: list[Any], colour: bool) -> str:
 
 def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
     from packer.coordinator import Busy, PackingFailed, pack
-    from packer.store import LocalStore
     from packer.view import dataset_view
 
-    store = LocalStore(common.store_folder(args, must_exist=False))
+    store = common.store_of(args, must_exist=False)
     job = resolve_here(document, store)
     with (
         _Progress(quiet=args.json) as progress,

@@ -13,7 +13,9 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser("serve", help="start the service")
     parser.add_argument("--host", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on (8000; 0: any free one)")
-    parser.add_argument("--store", metavar="DIR", help=f"folder of the store (./{common.DEFAULT_STORE})")
+    parser.add_argument(
+        "--store", metavar="DIR", help=f"the store: a folder or s3://BUCKET/PREFIX (./{common.DEFAULT_STORE})"
+    )
     parser.add_argument(
         "--data-root",
         action="append",

@@ -114,7 +114,7 @@ def _absolute(path: str) -> str:
 
 
 def resolve_here(document: dict[str, Any], store: Any) -> Any:
-    """The job of a spec, with errors as a command tells them. `store`: a packer.store.LocalStore."""
+    """The job of a spec, with errors as a command tells them. `store`: a packer.store.Store."""
     from packer.render import RenderError
     from packer.resolve import resolve
     from packer.sources import SourceError

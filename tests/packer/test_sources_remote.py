@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from reading import read_source
-from s3 import Objects, s3_server
+from s3 import Objects, s3_server, use
 
-from packer.sources import SourceError, cut, index_input, read_partition, remote, resolve_inputs
+from packer.sources import SourceError, cut, index_input, read_partition, resolve_inputs
 from packer.store import LocalStore
 
 
@@ -41,14 +41,8 @@ def objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
         "data/other/e.json": b'[{"text": "g"}]',
         "data/other/f.csv": b"text\nh\n",
     }
-    with s3_server(objects) as url:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        remote._filesystem.cache_clear()
+    with s3_server(objects) as url, use(url, monkeypatch):
         yield objects
-    remote._filesystem.cache_clear()
 
 
 @pytest.mark.parametrize("seed", [None, 5])

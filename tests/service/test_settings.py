@@ -8,7 +8,7 @@ from service.settings import Settings, SettingsError
 def test_arguments_win_over_the_environment(tmp_path):
     environ = {"PADFREE_PORT": "9000", "PADFREE_MAX_JOBS": "3", "PADFREE_STORE": str(tmp_path / "a")}
     found = Settings.from_environment(environ, port=9001)
-    assert (found.port, found.max_jobs, found.store) == (9001, 3, tmp_path / "a")
+    assert (found.port, found.max_jobs, found.store) == (9001, 3, str(tmp_path / "a"))
 
 
 def test_every_kind_of_value_is_read(tmp_path):

@@ -491,7 +491,7 @@ def test_an_unknown_dataset_is_told_at_once(source: str, tmp_path: Path) -> None
 
 
 def test_a_folder_that_is_no_store_is_told_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UnknownDataset, match="no store folder"):
+    with pytest.raises(UnknownDataset, match="there is no store"):
         next(iter(PackedStream(tmp_path / "nowhere", dataset="feedbeef")))
 
 
@@ -520,7 +520,7 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict, message: str) ->
     with pytest.raises(ValueError, match=message):
         PackedStream(tmp_path, dataset="x", **options)
     with pytest.raises(ValueError, match="http"):
-        PackedStream("s3://bucket/store", dataset="x")
+        PackedStream("ftp://host/store", dataset="x")
 
 
 def test_f36_few_files_are_open_at_any_time(tmp_path: Path) -> None:

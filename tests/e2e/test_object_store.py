@@ -1,0 +1,199 @@
+"""A store at s3://: packed, served, streamed and resumed, with the same bytes as in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gzip
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from packing_job import pack_document, spec_of, write_rows, write_tokenizer
+from s3 import Objects, environment, s3_server, use
+from serving import messages, running, spawned, wait_for
+
+from packer.coordinator import Busy, pack
+from packer.manifest import dataset_key, lock_key
+from packer.runners import InlineRunner
+from packer.store import LockLost, open_store
+from trainer_client import PackedStream
+
+STORE = "s3://bucket/store"
+WORDS = ["a", "b", "c", "d", "hello", "world"]
+
+
+@dataclasses.dataclass
+class Remote:
+    url: str
+    objects: Objects
+    calls: list[str]
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "cache"))
+    objects, calls = {"bucket/": b""}, list[str]()
+    with s3_server(objects, calls=calls) as url, use(url, monkeypatch):
+        yield Remote(url, objects, calls)
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    return [{"text": " ".join(rng.choice(WORDS, rng.integers(1, 30)))} for _ in range(count)]
+
+
+def document(tmp_path: Path, suffix: str, **more: Any) -> dict[str, Any]:
+    """A spec over 500 rows in one form."""
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet.gz":
+        table = tmp_path / "rows.parquet"
+        pq.write_table(pa.Table.from_pylist(rows(500)), table)
+        path.write_bytes(gzip.compress(table.read_bytes(), mtime=0))
+    else:
+        text = write_rows(tmp_path / "plain.jsonl", rows(500)).read_bytes()
+        path.write_bytes(gzip.compress(text, mtime=0) if suffix.endswith(".gz") else text)
+    return spec_of(path, write_tokenizer(tmp_path / "tokenizer"), packing={"max_tokens": 64}, **more)
+
+
+class OtherMachines(InlineRunner):
+    """Every task has what a worker on another machine has: pickled arguments and a cache of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._monkeypatch, self._count = folder, monkeypatch, 0
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Any]:
+        with super().open() as tasks:
+            submit = tasks.submit
+            monkeypatched: Any = tasks
+            monkeypatched.submit = lambda *task: submit(self._run, pickle.dumps(task))
+            yield tasks
+
+    def _run(self, task: bytes) -> Any:
+        self._count += 1
+        with self._monkeypatch.context() as patch:
+            patch.setenv("PADFREE_CACHE_DIR", str(self._folder / str(self._count)))
+            function, *arguments = pickle.loads(task)
+            return function(*arguments)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet.gz"])
+def test_workers_elsewhere_write_the_same_bytes_as_into_a_folder(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, seed: int | None
+) -> None:
+    spec = document(tmp_path, suffix, shuffle_seed=seed)
+    here = pack_document(tmp_path / "folder", spec)
+    there = pack_document(STORE, spec, OtherMachines(tmp_path / "machines", monkeypatch))
+    assert there.job.dataset == here.job.dataset
+    assert there.digests == here.digests
+    assert there.report == here.report
+    left = {
+        name.removeprefix("bucket/store/").rpartition("/")[0] for name in remote.objects if name[-1] != "/"
+    }
+    key = dataset_key(here.job.dataset)
+    about = {key, f"{key}/commits", f"{key}/shards"}
+    assert {one for one in left if not one.startswith("tokenizers")} == about
+
+
+def test_it_is_served_from_the_cache_and_read_without_a_service(remote: Remote, tmp_path: Path) -> None:
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    with running(STORE, runner=None) as server:
+        first = server.stream(packed.job.dataset).body
+        remote.calls.clear()
+        assert server.stream(packed.job.dataset).body == first
+        assert not [call for call in remote.calls if "/shards/" in call]
+        assert _ids(messages(first)) == [one.input_ids.tolist() for one in packed.packs]
+        shard = server.get(f"/v1/datasets/{packed.job.dataset}/shards/0", Range="bytes=8-15")
+        assert (
+            shard.body
+            == open_store(STORE).get(f"{dataset_key(packed.job.dataset)}/shards/000000-000.arrow")[8:16]
+        )
+        assert server.get("/readyz").status == 200
+        assert "padfree_store_free_bytes" in server.get("/metrics").body.decode()
+    with PackedStream(STORE, dataset=packed.job.dataset) as stream:
+        assert [batch.input_ids.tolist() for batch in stream] == [
+            one.input_ids.tolist() for one in packed.packs
+        ]
+
+
+def _ids(found: list[Any]) -> list[list[int]]:
+    return [pack.input_ids.tolist() for one in found for pack in one.packs]
+
+
+def test_an_upload_is_packed_and_streamed_and_the_dataset_removed(remote: Remote, tmp_path: Path) -> None:
+    spec = document(tmp_path, ".jsonl")
+    here = pack_document(tmp_path / "folder", spec)
+    with running(STORE, runner=InlineRunner(), data_roots=[tmp_path]) as server:
+        body = (tmp_path / "rows.jsonl").read_bytes()
+        upload = server.request("POST", "/v1/uploads?name=rows.jsonl", body=body)
+        assert upload.status == 201
+        spec["source"]["paths"] = [upload.json["upload"]]
+        dataset = server.post_spec(spec).json["id"]
+        server.wait_for_state(dataset, "ready")
+        streamed = _ids(messages(server.stream(dataset).body))
+        assert streamed == [one.input_ids.tolist() for one in here.packs]
+        assert server.request("DELETE", f"/v1/datasets/{dataset}").status == 204
+        assert server.get(f"/v1/datasets/{dataset}").status == 404
+    assert not [name for name in remote.objects if dataset in name and not name.endswith("/")]
+
+
+def test_a_store_that_is_away_makes_a_replica_unready(remote: Remote, tmp_path: Path) -> None:
+    with running("s3://nowhere/store", runner=None) as server:
+        answer = server.get("/readyz")
+        assert answer.status == 503
+        assert "no such bucket" in answer.json["checks"]["store"]
+
+
+def test_a_packer_that_lost_its_lock_stops_and_changes_nothing(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packer.resolve import resolve
+    from packer.spec import parse_spec
+
+    store = open_store(STORE)
+    job = resolve(parse_spec(document(tmp_path, ".jsonl")), store=store)
+
+    def lost(key: str) -> None:
+        assert key == lock_key(job.dataset)
+        raise LockLost("taken over")
+
+    monkeypatch.setattr(store, "check_lock", lost)
+    with pytest.raises(Busy, match="taken over"):
+        pack(job, store, InlineRunner())
+    assert store.list(dataset_key(job.dataset, "commits")) == []
+    assert not store.exists(dataset_key(job.dataset, "failed.json"))
+    monkeypatch.undo()
+
+
+@pytest.mark.slow
+def test_f39_another_machine_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """The lease of the killed one runs out first."""
+    objects: Objects = {"bucket/": b""}
+    write_rows(tmp_path / "many.jsonl", rows(20_000))
+    spec = spec_of(
+        tmp_path / "many.jsonl", write_tokenizer(tmp_path / "tokenizer"), packing={"max_tokens": 64}
+    )
+    here = pack_document(tmp_path / "folder", spec)
+    with s3_server(objects) as url:
+        environ = environment(url)
+        with spawned(STORE, data_root=tmp_path, PADFREE_CACHE_DIR=str(tmp_path / "one"), **environ) as first:
+            dataset = first.post_spec(spec).json["id"]
+            commits = f"bucket/store/{dataset_key(dataset)}/commits/"
+            wait_for(lambda: any(name.startswith(commits) for name in list(objects)))
+            assert first.process is not None
+            os.kill(first.process.pid, signal.SIGKILL)
+        assert f"bucket/store/{dataset_key(dataset)}/finished.json" not in objects
+        with spawned(STORE, data_root=tmp_path, PADFREE_CACHE_DIR=str(tmp_path / "two"), **environ) as second:
+            finished = f"bucket/store/{dataset_key(dataset)}/finished.json"
+            wait_for(lambda: finished in objects, timeout_s=120)
+            shards = second.get(f"/v1/datasets/{dataset}/shards").json["shards"]
+    assert [one["sha256"] for one in shards] == here.digests
