@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from packer.packing import PackPlan
 from packer.shard import PADDING_ID, Packs
 
-PADDING_TOKEN = 0
+_LONG_RUN = 64  # tokens
 
 Int64 = NDArray[np.int64]
 
@@ -43,16 +44,9 @@ def gather(
     for first, last in _shards(ends[pack_offsets], shard_tokens):
         segments = slice(pack_offsets[first], pack_offsets[last])
         sizes, of = lengths[segments], source[segments]
-        begins = ends[segments] - ends[segments.start]
-        # The token at place t of segment s is token starts[s] + t of the rows.
-        places = np.arange(int(sizes.sum())) + np.repeat(starts[of] - begins, sizes)
-        padding = of < 0
-        if padding.any():
-            places[np.repeat(padding, sizes)] = 0
-        ids, mask = input_ids[places], loss_mask[places]
-        if padding.any():
-            ids[np.repeat(padding, sizes)], mask[np.repeat(padding, sizes)] = PADDING_TOKEN, False
-        mask[begins] = False  # the last token of one example never predicts the first of the next
+        ids, mask = _copied([input_ids, loss_mask], starts[of], sizes, of < 0)
+        # The last token of one example never predicts the first of the next.
+        mask[ends[segments] - ends[segments.start]] = False
         yield Packs(
             input_ids=ids,
             loss_mask=mask,
@@ -60,6 +54,27 @@ def gather(
             example_ids=names[of],
             pack_offsets=pack_offsets[first : last + 1] - pack_offsets[first],
         )
+
+
+def _copied(
+    arrays: Sequence[NDArray[Any]], starts: Int64, sizes: Int64, padding: NDArray[np.bool_]
+) -> list[NDArray[Any]]:
+    """Of each array the runs [starts, starts + sizes) end to end; zeros for the runs that are padding."""
+    if int(sizes.sum()) >= _LONG_RUN * len(sizes):  # a copy of memory each is faster than an index a token
+        zeros = [np.zeros(sizes.max(where=padding, initial=0), array.dtype) for array in arrays]
+        runs = list(zip(starts.tolist(), (starts + sizes).tolist(), padding.tolist(), strict=True))
+        return [
+            np.concatenate([zero[: b - a] if padded else array[a:b] for a, b, padded in runs])
+            for array, zero in zip(arrays, zeros, strict=True)
+        ]
+    # The token at place t of run s is token starts[s] + t of the rows.
+    begins = np.cumsum(sizes) - sizes
+    places = np.arange(int(sizes.sum())) + np.repeat(starts - begins, sizes)
+    if not padding.any():
+        return [array[places] for array in arrays]
+    padded = np.repeat(padding, sizes)
+    places[padded] = 0
+    return [np.where(padded, array.dtype.type(0), array[places]) for array in arrays]
 
 
 def _with_padding(

@@ -257,8 +257,10 @@ def _concat(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 def _any_per_row(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Whether any value of each row's stretch of `mask` is true."""
-    found = np.zeros(len(lengths), np.bool_)
     full = lengths > 0
+    if mask.all():
+        return full
+    found = np.zeros(len(lengths), np.bool_)
     if full.any():
         found[full] = np.logical_or.reduceat(mask, (np.cumsum(lengths) - lengths)[full])
     return found

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import array
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 from numpy.typing import NDArray
 
 from packer.conversations import kind
+from packer.sources.ids import Flat, IdRows
 from packer.templates import RowProblem
 
 IGNORE_INDEX = -100
@@ -41,26 +44,36 @@ def _quickly(
     rows: Sequence[Mapping[str, Any]], vocab_size: int
 ) -> tuple[Int32, NDArray[np.bool_], NDArray[np.int64]] | None:
     """The rows if nothing is wrong with any of them; else None, and each is looked at by itself."""
-    ids = _flat([row.get("input_ids") for row in rows])
-    if ids is None or (len(ids[0]) and (ids[0].min() < 0 or ids[0].max() >= vocab_size)):
+    ids, labels, labelled = _columns(rows)
+    if ids is None or labels is None or (len(ids[0]) and (ids[0].min() < 0 or ids[0].max() >= vocab_size)):
         return None
     flat, lengths = ids[0].astype(np.int32, copy=False), ids[1]
-    given = [row.get("labels") for row in rows]
-    without = np.array([one is None for one in given], np.bool_)
+    if not labelled.any():
+        return flat, np.ones(len(flat), np.bool_), lengths
+    if not np.array_equal(labels[1], lengths[labelled]):
+        return None
+    trained = labels[0] != IGNORE_INDEX
+    inside = slice(None) if labelled.all() else np.repeat(labelled, lengths)
+    if (trained & (labels[0] != flat[inside])).any():
+        return None
     mask = np.ones(len(flat), np.bool_)
-    if not without.all():
-        labels = _flat([one for one in given if one is not None])
-        if labels is None or not np.array_equal(labels[1], lengths[~without]):
-            return None
-        inside = np.repeat(~without, lengths)
-        trained = labels[0] != IGNORE_INDEX
-        if (trained & (labels[0] != flat[inside])).any():
-            return None
-        mask[inside] = trained
+    mask[inside] = trained
     return flat, mask, lengths
 
 
-def _flat(values: list[Any]) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Flat | None, Flat | None, NDArray[np.bool_]]:
+    """Ids of all rows, labels of those that have some, and which these are. None: not whole numbers alone."""
+    if isinstance(rows, IdRows):
+        labels = rows.columns.get("labels")
+        labelled = np.full(len(rows), labels is not None)
+        return rows.columns["input_ids"], labels or _flat([]), labelled
+    given = [row.get("labels") for row in rows]
+    labelled = np.array([one is not None for one in given], np.bool_)
+    ids, labels = _flat([row.get("input_ids") for row in rows]), _flat([x for x in given if x is not None])
+    return ids, labels, labelled
+
+
+def _flat(values: list[Any]) -> Flat | None:
     """Lists of whole numbers end to end, and their lengths; None where one is something else."""
     arrays = []
     for value in values:
@@ -113,6 +126,9 @@ def ready_ids(
 
 
 def _numbers(value: Any, name: str) -> NDArray[np.int64]:
+    if isinstance(value, str):  # all that CSV can hold
+        with contextlib.suppress(orjson.JSONDecodeError):
+            value = orjson.loads(value)
     if not isinstance(value, list | tuple | np.ndarray):
         raise RowProblem(f"field {name}: a list of whole numbers is required, found {kind(value)}")
     if not len(value):

@@ -6,7 +6,9 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from packer.sources import (
     Location,
@@ -38,6 +40,10 @@ class Read:
         return [row["text"] for row in self.rows]
 
 
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+
+
 def read_source(
     paths: Sequence[Path | str] | Path | str,
     work: Path,
@@ -47,13 +53,15 @@ def read_source(
     fields: Mapping[str, str] | None = None,
     roots: Sequence[Path] | None = None,
     cutting: Mapping[str, int] | None = None,
+    on_bad_row: Literal["fail", "skip"] = "fail",
     **limits: int,
 ) -> Read:
     """Read `paths` through every step; what passes between them is pickled, as between processes."""
     paths = [paths] if isinstance(paths, str | Path) else paths
     names = tuple(map(str, paths))
     inputs, ignored = resolve_inputs(names, roots=roots)
-    _, full = detect_format(inputs, SourceSpec(paths=names, format=format, fields=fields or {}))
+    spec = SourceSpec(paths=names, format=format, fields=fields or {}, on_bad_row=on_bad_row)
+    _, full = detect_format(inputs, spec)
     store = LocalStore(work)
     indexes = [
         index_input(one, store=store, work_key="work", random_access=seed is not None, fields=full, **limits)
@@ -65,7 +73,7 @@ def read_source(
     for partition in pickle.loads(pickle.dumps(out.partitions)):
         before = len(out.rows) + len(out.errors)
         for records in read_partition(partition, store=store, fields=full, **row_limit):
-            out.rows += records.rows
+            out.rows += map(_plain, records.rows)
             out.ids += records.example_ids.tolist()
             out.locations += records.locations
             out.errors += records.errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +14,7 @@ from packer.shard.stamp import STAMP_KEY, Stamp, seal
 
 MAGIC_BYTES = 8  # "ARROW1" and two bytes of padding
 CONTINUATION = b"\xff\xff\xff\xff"
+_LONG_SEGMENT = 64  # tokens: from here on copying memory is faster than computing
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
 
 
@@ -83,7 +85,7 @@ def encode_packs(packs: Packs, dataset: str) -> tuple[memoryview, np.ndarray]:
             start = sink.tell() or first
             writer.write_batch(batch, custom_metadata=blank)
             bounds.append((start, sink.tell()))
-    data = memoryview(bytearray(sink.getvalue()))
+    data = memoryview(sink.getvalue()).cast("B")  # nobody else's: the stamps are written into it
     index = _row_index(packs)
     for row, (start, end) in enumerate(bounds):
         message = data[start:end]
@@ -97,9 +99,7 @@ def _batches(packs: Packs, of: pa.Schema) -> Iterator[pa.RecordBatch]:
     """A record batch of each pack, over slices of the flat arrays: no value is copied but the mask's bits."""
     tokens, segments = packs.token_offsets, packs.pack_offsets
     num_tokens, num_segments = np.diff(tokens), np.diff(segments)
-    starts = np.cumsum(packs.lengths) - packs.lengths
-    positions = np.arange(len(packs.input_ids), dtype=np.int32)
-    positions -= np.repeat(starts.astype(np.int32), packs.lengths)
+    positions = _positions(packs.lengths)
     longest = _longest(packs).astype(np.int32)
     numbers = np.arange(len(packs))
     columns = [
@@ -112,6 +112,15 @@ def _batches(packs: Packs, of: pa.Schema) -> Iterator[pa.RecordBatch]:
     ]
     for arrays in zip(*columns, strict=True):
         yield pa.RecordBatch.from_arrays(list(arrays), schema=of)
+
+
+def _positions(lengths: np.ndarray) -> NDArray[np.int32]:
+    """Positions that restart at 0 in every segment, (sum of lengths,) int32."""
+    if lengths.sum() >= _LONG_SEGMENT * len(lengths):
+        longest = np.arange(lengths.max(initial=0), dtype=np.int32)
+        return np.concatenate([longest[:0], *(longest[:length] for length in lengths.tolist())])
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    return np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(starts, lengths)
 
 
 def _slices(
@@ -161,7 +170,9 @@ def _row_index(packs: Packs) -> np.ndarray:
     if len(packs):
         tokens, segments = packs.token_offsets, packs.pack_offsets
         index["num_tokens"] = np.diff(tokens)
-        index["num_trained"] = np.add.reduceat(packs.loss_mask, tokens[:-1], dtype=np.int64)
+        bounds = tokens.tolist()
+        # Vectorised in each pack, which reduceat is not.
+        index["num_trained"] = [np.count_nonzero(packs.loss_mask[a:b]) for a, b in pairwise(bounds)]
         index["num_segments"] = np.diff(segments)
         index["max_seqlen"] = _longest(packs)
         index["sum_squares"] = np.add.reduceat(packs.lengths**2, segments[:-1])

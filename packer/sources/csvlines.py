@@ -15,8 +15,6 @@ from packer.sources.values import MIB, SourceError
 
 # The csv module holds a field as 4 bytes a character, and again when it grows.
 _MAX_FIELD_CHARS = 64 * MIB
-# Follows the file's last line: where it is found inside a value, a quote was never closed.
-_END = "\x00end\x00"
 
 
 def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_bytes: int) -> Iterator[bytes]:
@@ -30,14 +28,15 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
     csv.field_size_limit(
         _MAX_FIELD_CHARS
     )  # the module's default is 128 KiB; it knows no limit of a reader's own
-    reader = csv.reader(_texts(stream, path, max_bytes))
+    texts = _Texts(stream, path, max_bytes)
+    reader = csv.reader(texts)
     try:
-        header = next(filter(None, reader))  # the first row that is not blank; there is always the end's
+        header = next(filter(None, reader), None)  # the first row that is not blank
     except csv.Error as error:
         raise SourceError(f"{path}: the header row is not CSV ({error}); correct it") from None
-    if header == [_END]:
+    if header is None:
         return
-    if _END in header[-1]:
+    if texts.ended:
         raise SourceError(f"{path}: the header row has a quote that is not closed; correct it")
     columns = [(at, name) for at, name in enumerate(header) if names is None or name in names]
     twice = [name for name, count in Counter(name for _, name in columns).items() if count > 1 and name]
@@ -48,10 +47,10 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
         begins = reader.line_num + 1
         line = b""
         try:
-            row = next(reader)
-            if row == [_END]:
+            row = next(reader, None)
+            if row is None:
                 return
-            if row and _END in row[-1]:
+            if texts.ended:
                 raise SourceError(f"{path}, line {begins}: a quote is not closed; correct it")
             if row:
                 line = _record(row, columns, len(header))
@@ -69,18 +68,34 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
             written = begins
 
 
-def _texts(stream: Stream, path: str, max_bytes: int) -> Iterator[str]:
-    first = True
-    number = 0
-    for lines in read_lines(stream, max_bytes=max_bytes):
-        for raw in lines:
-            number += 1
-            if isinstance(raw, TooLong):
-                found = f"{raw.num_bytes} bytes, more than the limit of {max_bytes}"
-                raise SourceError(f"{path}, line {number}: {found}; split it")
-            yield (raw.removeprefix(BOM) if first else raw).decode("utf-8", "surrogateescape") + "\n"
-            first = False
-    yield _END
+class _Texts:
+    """The lines of a file as texts.
+
+    `ended` tells that one more was asked for than there are. A row that is whole asks for none behind
+    its own last line, so in a row after which it is set a quote was never closed.
+    """
+
+    def __init__(self, stream: Stream, path: str, max_bytes: int) -> None:
+        self.ended = False
+        self._texts = self._read(stream, path, max_bytes)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._texts)
+
+    def _read(self, stream: Stream, path: str, max_bytes: int) -> Iterator[str]:
+        number = 0
+        for lines in read_lines(stream, max_bytes=max_bytes):
+            for raw in lines:
+                number += 1
+                if isinstance(raw, TooLong):
+                    found = f"{raw.num_bytes} bytes, more than the limit of {max_bytes}"
+                    raise SourceError(f"{path}, line {number}: {found}; split it")
+                text = raw.removeprefix(BOM) if number == 1 else raw
+                yield text.decode("utf-8", "surrogateescape") + "\n"
+        self.ended = True
 
 
 def _record(row: list[str], columns: list[tuple[int, str]], num_columns: int) -> bytes:

@@ -23,6 +23,7 @@ from packer.spec import Format, InputFile, SourceSpec
 
 _SAMPLE_RECORDS = 100
 _SAMPLE_BYTES = MIB
+_MAX_CHECKED = 16  # files that are looked at beside the first
 # A first record up to this size still tells its fields.
 _FIRST_RECORD_BYTES = 32 * MIB
 
@@ -52,7 +53,8 @@ def detect_format(
 
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
     does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
-    a later record may have them. Raises SourceError where the records do not say.
+    a later record may have them. Raises SourceError where the records do not say, and where a file of another
+    kind or folder has other fields, unless bad rows are to be skipped.
     """
     # A text file fits whatever name the other files have for their texts.
     telling = [input for input in inputs if input.reader != "txt"] or inputs
@@ -65,13 +67,57 @@ def detect_format(
     for format in formats:
         fields = _mapping(format, source.fields, sample)
         if fields is not None:
+            if source.on_bad_row == "fail":
+                _check_alike(inputs, name, format, fields, max_unpacked_bytes)
             return format, fields
     seen = list(dict.fromkeys(key for record in sample for key in record))
     wanted = "; or ".join(f"{' and '.join(REQUIRED[format])} ({format})" for format in formats)
     raise SourceError(
-        f"{name}: required are the fields {wanted}; found {', '.join(map(repr, seen[:20])) or 'none'}; "
+        f"{name}: required are the fields {wanted}; found {_listed(seen)}; "
         'name them, for example fields = {"text": "body"}'
     )
+
+
+def _check_alike(
+    inputs: Sequence[InputFile],
+    first: str,
+    format: Format,
+    fields: Mapping[str, str],
+    max_unpacked_bytes: int,
+) -> None:
+    """Raise SourceError where the first file of a kind or folder has none of a required field.
+
+    The rows would be bad each by itself; this says what is wrong with all of them.
+    """
+    wanted = [fields[ours] for ours in REQUIRED[format]]
+    for input in _first_of_each(inputs):
+        if input.reader == "txt":
+            fits, found = format == "text", ["text"]
+        else:
+            sample = [row for row in _records(input, max_unpacked_bytes) if not isinstance(row, RowFault)]
+            fits = not sample or all(_values(theirs, sample) for theirs in wanted)
+            found = list(dict.fromkeys(key for record in sample for key in record))
+        if not fits:
+            names = " and ".join(wanted)
+            raise SourceError(
+                f"{input.path}: required are the fields {names} ({format}), as in {first}; found "
+                f"{_listed(found)}. Give files of other fields as a dataset of their own, rename "
+                'the fields, or set source.on_bad_row to "skip"'
+            )
+
+
+def _first_of_each(inputs: Sequence[InputFile]) -> list[InputFile]:
+    """The first input of each kind in each folder, some at most; none that must be unpacked as a whole."""
+    found: dict[tuple[str, str | None, str], InputFile] = {}
+    for input in inputs:
+        whole = input.compression is not None and input.reader in ("parquet", "arrow")
+        if not whole and len(found) < _MAX_CHECKED:
+            found.setdefault((input.reader, input.compression, input.path.rpartition("/")[0]), input)
+    return list(found.values())
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:20])) or "none"
 
 
 def _candidates(format: Format, given: Mapping[str, str]) -> list[Format]:
@@ -134,7 +180,7 @@ def _first_sample(
     name, fault = inputs[0].path, None
     for input in inputs:
         rows = []
-        for row in islice(_sample(input, max_unpacked_bytes), _SAMPLE_RECORDS):
+        for row in _records(input, max_unpacked_bytes):
             if not isinstance(row, RowFault):
                 rows.append(row)
             elif fault is None:
@@ -142,6 +188,10 @@ def _first_sample(
         if rows:
             return rows, input.path, None
     return [], name, fault
+
+
+def _records(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any] | RowFault]:
+    return islice(_sample(input, max_unpacked_bytes), _SAMPLE_RECORDS)
 
 
 def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any] | RowFault]:

@@ -5,145 +5,35 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from packer.order import permute
 from packer.sources import tabular
+from packer.sources.batching import BATCH_RECORDS, Batcher
 from packer.sources.lines import TooLong, read_lines
-from packer.sources.parse import (
-    LONG_NUMBER,
-    FieldPicker,
-    RowFault,
-    parse_converted,
-    parse_document,
-    parse_object,
-    roots,
-)
+from packer.sources.parse import roots
 from packer.sources.streams import changed, check_unchanged, open_input
 from packer.sources.values import (
     MAX_ROW_BYTES,
     MIB,
     OFFSET,
-    Layout,
-    Locations,
     Partition,
     RecordFile,
     Records,
-    RowError,
     Span,
-    Unit,
 )
 from packer.store import Store, StoreError
 
-BATCH_RECORDS = 1000
-BATCH_BYTES = 8 * MIB
 # Of a shuffled partition this much is held at a time, so that its records can be read in file order.
 _GATHER_BYTES = 64 * MIB
 _GATHER_RECORDS = 1 << 15
 # Records closer than this are read together: a gap costs less than a call.
 _GAP_BYTES = 16 << 10
 _RUN_BYTES = 4 * MIB
-
-
-@dataclass(slots=True)
-class _Batcher:
-    """Collects records until a batch is full. Records are added many at a time: this is the hot loop."""
-
-    pick: FieldPicker
-    prints_numbers: bool  # conversations: a template prints the numbers of tool calls
-    max_row_bytes: int
-    files: list[tuple[str, Unit]]
-    layouts: list[Layout]
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    places: list[NDArray[np.int64]] = field(default_factory=list)  # (3, k): example id, file, number
-    errors: list[RowError] = field(default_factory=list)
-    num_bytes: int = 0
-
-    @property
-    def full(self) -> bool:
-        return len(self.rows) + len(self.errors) >= BATCH_RECORDS or self.num_bytes >= BATCH_BYTES
-
-    def add_lines(self, places: NDArray[np.int64], raws: Sequence[bytes | TooLong]) -> None:
-        """Records as the bytes that lie in their files. `places`: (3, len(raws))."""
-        pick, faults, prints_numbers = self.pick, [], self.prints_numbers
-        rows: list[Any] = []
-        for raw in raws:
-            try:
-                if prints_numbers and LONG_NUMBER.search(raw):  # type: ignore[arg-type]  # as below
-                    raise ValueError
-                record = orjson.loads(raw)  # type: ignore[arg-type]  # a TooLong is refused
-                if type(record) is not dict:
-                    raise TypeError
-                rows.append(pick(record))
-            except (ValueError, TypeError):  # looked at again below; None keeps its place
-                faults.append(len(rows))
-                rows.append(None)
-        for at in faults:
-            rows[at] = self._slowly(raws[at], self.layouts[places[1, at]])
-        self.num_bytes += sum(map(len, raws))
-        self._add(places, rows, faults)
-
-    def add_documents(self, places: NDArray[np.int64], raws: Sequence[bytes | TooLong]) -> None:
-        """Records that are whole text files."""
-        rows = [self._slowly(raw, "document") for raw in raws]
-        self.num_bytes += sum(map(len, raws))
-        self._add(places, rows, range(len(rows)))
-
-    def add_parsed(self, places: NDArray[np.int64], records: Sequence[dict[str, Any] | RowFault]) -> None:
-        """Records of a table."""
-        pick = self.pick
-        rows = [record if isinstance(record, RowFault) else pick(record) for record in records]
-        self._add(places, rows, range(len(rows)))
-
-    def _slowly(self, raw: bytes | TooLong, layout: Layout) -> dict[str, Any] | RowFault:
-        """A record that the short way did not read, or why it cannot be read."""
-        try:
-            if isinstance(raw, TooLong):
-                limit = self.max_row_bytes
-                return RowFault(
-                    f"the record has {raw.num_bytes} bytes, more than the limit of {limit}: split it"
-                )
-            if layout == "document":
-                # A text, whatever name the other files have for theirs.
-                return parse_document(raw)
-            return self.pick(parse_converted(raw) if layout == "converted" else parse_object(raw))
-        except RowFault as fault:
-            return fault
-
-    def _add(
-        self, places: NDArray[np.int64], rows: list[dict[str, Any] | RowFault], suspects: Sequence[int]
-    ) -> None:
-        bad = [at for at in suspects if isinstance(rows[at], RowFault)]
-        for at in bad:
-            example_id, which, number = places[:, at].tolist()
-            file, unit = self.files[which]
-            reason = str(rows[at])
-            self.errors.append(
-                RowError(example_id=example_id, file=file, line=number, reason=reason, unit=unit)
-            )
-        if bad:
-            places = np.delete(places, bad, axis=1)
-            rows = [row for row in rows if not isinstance(row, RowFault)]
-        self.places.append(places)
-        self.rows += cast(list[dict[str, Any]], rows)
-
-    def take(self) -> Records:
-        """What was collected, as a batch; begins anew."""
-        ids, which, numbers = np.concatenate(self.places, axis=1)
-        records = Records(
-            example_ids=ids,
-            rows=self.rows,
-            locations=Locations(self.files, which, numbers),
-            errors=self.errors,
-        )
-        self.rows, self.places, self.errors, self.num_bytes = [], [], [], 0
-        return records
 
 
 def read_partition(
@@ -158,9 +48,8 @@ def read_partition(
     Every record of the partition is in one batch, as a row or as an error. Raises SourceError where an
     input changed since it was indexed, or is gone.
     """
-    batcher = _Batcher(
-        pick=FieldPicker(fields),
-        prints_numbers="messages" in fields,
+    batcher = Batcher(
+        fields=fields,
         max_row_bytes=max_row_bytes,
         files=[(span.file.input.path, span.file.unit) for span in partition.spans],
         layouts=[span.file.layout for span in partition.spans],
@@ -171,10 +60,8 @@ def read_partition(
         else _read_shuffled(partition, store, batcher)
     )
     for _ in steps:  # after each, a few records more are there
-        if batcher.full:
-            yield batcher.take()
-    if batcher.places:
-        yield batcher.take()
+        yield from batcher.take_full()
+    yield from batcher.take_rest()
 
 
 @contextlib.contextmanager
@@ -201,7 +88,7 @@ def _open(file: RecordFile, store: Store, *, random_access: bool) -> Iterator[Bi
 
 
 def _read_in_order(
-    partition: Partition, store: Store, names: frozenset[str], batcher: _Batcher
+    partition: Partition, store: Store, names: frozenset[str], batcher: Batcher
 ) -> Iterator[None]:
     for which, span in enumerate(partition.spans):
         with _open(span.file, store, random_access=False) as file:
@@ -209,7 +96,7 @@ def _read_in_order(
 
 
 def _read_line_span(
-    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: _Batcher
+    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: Batcher
 ) -> Iterator[None]:
     ordinal, offset, number = span.mark
     file.seek(offset)
@@ -239,17 +126,17 @@ def _places_of(span: Span, which: int, ordinal: int, numbers: NDArray[np.int64])
 
 
 def _read_row_span(
-    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: _Batcher
+    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: Batcher
 ) -> Iterator[None]:
     begin, group, _ = span.mark
     ordinal = span.start
     with tabular.open_table(span.file.input.path, file, span.file.input.reader) as table:
         columns = tabular.columns_in_use(table.schema_arrow, names)
-        for rows in tabular.parquet_batches(table, columns, group, span.start - begin):
-            rows = rows[: span.stop - ordinal]
-            numbers = ordinal + 1 + np.arange(len(rows))
-            batcher.add_parsed(_places_of(span, which, ordinal, numbers), rows)
-            ordinal += len(rows)
+        for batch in tabular.record_batches(table, columns, group, span.start - begin):
+            batch = batch.slice(0, span.stop - ordinal)
+            numbers = ordinal + 1 + np.arange(batch.num_rows)
+            batcher.add_table(_places_of(span, which, ordinal, numbers), batch)
+            ordinal += batch.num_rows
             yield
             if ordinal >= span.stop:
                 return
@@ -257,7 +144,7 @@ def _read_row_span(
 
 
 def _read_document_span(
-    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: _Batcher
+    span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: Batcher
 ) -> Iterator[None]:
     raw = _read_document(span.file, file, batcher.max_row_bytes)
     batcher.add_documents(_places_of(span, which, 0, np.ones(1, np.int64)), [raw])
@@ -281,7 +168,7 @@ _READERS = {
 # ------------------------------------------------------------------ shuffled
 
 
-def _read_shuffled(partition: Partition, store: Store, batcher: _Batcher) -> Iterator[None]:
+def _read_shuffled(partition: Partition, store: Store, batcher: Batcher) -> Iterator[None]:
     """Records by random access, part by part: read in file order, given in stream order."""
     assert partition.seed is not None
     firsts = np.array([span.first for span in partition.spans], np.int64)

@@ -16,12 +16,14 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from packer.sources.ids import list_values
 from packer.sources.parse import RowFault
 from packer.sources.values import MARK, MARK_BYTES, MIB, SourceError
 
 # A batch holds few rows: what a row takes once decoded is not known before (dictionaries).
 _BATCH_ROWS = 256
 _BATCH_BYTES = 8 * MIB
+_NUMBERS_BATCH_ROWS = 1 << 13  # of which it is known: 4 or 8 bytes a number
 # Passing over rows costs decoding them, perhaps a tenth of packing them.
 _MAX_GROUP_BYTES = 1 << 30
 _MAPPED_BYTES = 64 * MIB
@@ -104,21 +106,25 @@ def parquet_batches(
 
     A RowFault stands for one unreadable.
     """
-    exotic = not all(_is_plain(parquet.schema_arrow.field(name).type) for name in columns)
+    return map(rows_of, record_batches(parquet, columns, group, skip))
+
+
+def record_batches(
+    parquet: pq.ParquetFile, columns: list[str], group: int = 0, skip: int = 0
+) -> Iterator[pa.RecordBatch]:
+    """As `parquet_batches`, as they are in the file: rows too where nothing of what is wanted is there."""
+    numbers = all(_is_numbers(parquet.schema_arrow.field(name).type) for name in columns)
     for number in range(group, parquet.num_row_groups):
         num_rows = parquet.metadata.row_group(number).num_rows
-        if not columns:  # nothing of what is wanted is there: rows all the same, so that they are counted
-            yield [{} for _ in range(num_rows - skip)]
-            skip = 0
-            continue
         a_row = _column_bytes(parquet, number, columns) // max(1, num_rows) + 1
-        batch_rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
+        most = _NUMBERS_BATCH_ROWS if numbers else _BATCH_ROWS
+        batch_rows = max(1, min(most, _BATCH_BYTES // a_row))
         batches = parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
         for batch in batches:
             passed = min(skip, batch.num_rows)
             skip -= passed
             if passed < batch.num_rows:
-                yield rows_of(batch.slice(passed), exotic)
+                yield batch.slice(passed)
 
 
 def arrow_batches(reader: Any, names: frozenset[str], forget: Callable[[], None]) -> Iterator[Rows]:
@@ -127,7 +133,6 @@ def arrow_batches(reader: Any, names: frozenset[str], forget: Callable[[], None]
     `forget` is called after each _MAPPED_BYTES or so, to let go of memory that a mapped file holds.
     """
     columns = columns_in_use(reader.schema, names)
-    exotic = not all(_is_plain(reader.schema.field(name).type) for name in columns)
     is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
     held = 0
@@ -136,42 +141,38 @@ def arrow_batches(reader: Any, names: frozenset[str], forget: Callable[[], None]
         a_row = whole.nbytes // max(1, whole.num_rows) + 1
         step = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
         for start in range(0, whole.num_rows, step):
-            if columns:
-                yield rows_of(batch.slice(start, step), exotic)
-            else:
-                yield [{} for _ in range(min(step, whole.num_rows - start))]
+            yield rows_of(batch.slice(start, step))
             held += step * a_row
             if held > _MAPPED_BYTES:
                 held = 0
                 forget()
 
 
-def rows_of(batch: pa.RecordBatch, exotic: bool) -> Rows:
-    """A batch as Python rows. `exotic` values (bytes, times, decimals) are made what JSON can hold.
+def rows_of(batch: pa.RecordBatch) -> Rows:
+    """A batch as Python rows. Values such as bytes, times and decimals are made what JSON can hold.
 
     A list of whole numbers is an array, not a Python object a number.
     """
+    if not batch.num_columns:
+        return [{} for _ in range(batch.num_rows)]
     try:
         values = [_values(column) for column in batch.columns]
     except UnicodeDecodeError as error:  # text that is not UTF-8: find the rows that hold it
         if batch.num_rows == 1:
             return [RowFault(f"not UTF-8 ({error.reason} at byte {error.start + 1} of a text)")]
-        return [row for i in range(batch.num_rows) for row in rows_of(batch.slice(i, 1), exotic)]
+        return [row for i in range(batch.num_rows) for row in rows_of(batch.slice(i, 1))]
     names = batch.schema.names
     rows = [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
-    return [_through_json(row) for row in rows] if exotic else cast(Rows, rows)
+    plain = all(_is_plain(of) for of in batch.schema.types)
+    return cast(Rows, rows) if plain else [_through_json(row) for row in rows]
 
 
 def _values(column: pa.Array) -> list[Any]:
-    of = column.type
-    is_list = pa.types.is_list(of) or pa.types.is_large_list(of)
-    if not (is_list and pa.types.is_integer(of.value_type)) or column.null_count:
+    found = list_values(column)
+    if found is None:
         return column.to_pylist()
-    flat = column.flatten()
-    if flat.null_count:
-        return column.to_pylist()
-    ends = np.cumsum(column.value_lengths().to_numpy())
-    return np.split(flat.to_numpy(), ends[:-1]) if len(column) else []
+    flat, lengths = found
+    return np.split(flat, np.cumsum(lengths)[:-1]) if len(column) else []
 
 
 def _through_json(row: dict[str, Any]) -> dict[str, Any] | RowFault:
@@ -200,6 +201,11 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     return str(value)
+
+
+def _is_numbers(of: pa.DataType) -> bool:
+    is_list = pa.types.is_list(of) or pa.types.is_large_list(of)
+    return is_list and pa.types.is_integer(of.value_type)
 
 
 def _is_plain(of: pa.DataType) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -99,11 +99,12 @@ class Records:
 
     example_ids: (k,) int64, 0-based ordinals in the source. rows: k objects under padfree's names
     (text | prompt, completion | messages, tools | input_ids, labels); a field that a record has not
-    is left out. errors: records of this part of the stream that could not be read.
+    is left out; ready ids may be an IdRows (packer.sources.ids). errors: records of this part of the
+    stream that could not be read.
     """
 
     example_ids: NDArray[np.int64]
-    rows: list[dict[str, Any]]
+    rows: Sequence[Mapping[str, Any]]
     locations: Locations
     errors: list[RowError]
 

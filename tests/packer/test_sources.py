@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -11,15 +13,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 from reading import read_source
 
+from packer.render import Renderer
 from packer.sources import SourceError, detect_format, index_input, read_partition, resolve_inputs
+from packer.sources.csvlines import csv_lines
 from packer.sources.partitions import cut
-from packer.spec import SourceSpec
+from packer.spec import Format, SourceSpec
 from packer.store import LocalStore
 
 SEEDS = [None, 7]
@@ -176,6 +181,7 @@ def test_f24_a_gz_file_that_is_not_gzip_is_named(tmp_path: Path) -> None:
 
 _UNPACK = """
 import resource, sys, time
+from packer.render import Renderer
 from packer.sources import SourceError, detect_format, index_input, resolve_inputs
 from packer.spec import SourceSpec
 from packer.store import LocalStore
@@ -447,7 +453,20 @@ def test_csv_records_keep_the_line_where_they_begin(tmp_path: Path, seed: int | 
     assert len(out.rows) + len(out.errors) == 9
 
 
-@pytest.mark.parametrize(("text", "line"), [('text\na\n"b\nc\n', 3), ('"text\na\n', 1)])
+def test_any_text_may_stand_in_csv_at_its_end_too(tmp_path: Path) -> None:
+    """No text of the file is taken for the file's end."""
+    (tmp_path / "a.csv").write_bytes(b'text\na\n\x00end\x00\n"b\x00end\x00"\n"c\nd"\n')
+    out = read_source(tmp_path / "a.csv", tmp_path / "store")
+    assert out.texts == ["a", "\x00end\x00", "b\x00end\x00", "c\nd"]
+    assert [at.number for at in out.locations] == [2, 3, 4, 5]
+    (tmp_path / "b.csv").write_bytes(b"text\na\n\x00end\x00")
+    assert read_source(tmp_path / "b.csv", tmp_path / "store").texts == ["a", "\x00end\x00"]
+    for nothing in (b"", b"\n\n", b"text", b"text\n"):
+        (tmp_path / "c.csv").write_bytes(nothing)
+        assert not list(csv_lines(io.BytesIO(nothing), "c.csv", names=None, max_bytes=100))
+
+
+@pytest.mark.parametrize(("text", "line"), [('text\na\n"b\nc\n', 3), ('"text\na\n', 1), ('text\na\n"', 3)])
 def test_a_csv_quote_that_is_not_closed_is_refused(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(SourceError, match=r"quote.* not closed") as caught:
@@ -535,8 +554,74 @@ def test_a_parquet_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path, seed: int 
 def test_a_table_without_the_column_gives_rows_without_the_field(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     pq.write_table(pa.table({"other": ["x", "y"]}), tmp_path / "b.parquet")
-    out = read_source([tmp_path / "a.jsonl", tmp_path / "b.parquet"], tmp_path / "store")
+    both = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
+    out = read_source(both, tmp_path / "store", on_bad_row="skip")
     assert out.rows == [{"text": "a"}, {}, {}]
+
+
+# ------------------------------------------------------------------ files of several kinds
+
+
+def mixed_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows in a file of each kind."""
+    folder.mkdir()
+    texts = [
+        {name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()}
+        for row in rows
+    ]
+    jsonl(folder / "a.jsonl", rows)
+    (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "c.parquet")
+    with (folder / "d.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(texts)
+    table = pa.Table.from_pylist(rows)
+    with pa.ipc.new_file(str(folder / "e.arrow"), table.schema) as arrow:
+        arrow.write_table(table)
+    return folder
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"text": "a b"}, {"text": "c"}],
+        [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}],
+        [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}],
+    ],
+)
+def test_files_of_all_kinds_with_the_same_fields_are_one_source(
+    tmp_path: Path, rows: list[dict[str, Any]], seed: int | None
+) -> None:
+    out = read_source(mixed_folder(tmp_path / "all", rows), tmp_path / "store", seed=seed)
+    assert not out.errors
+    assert sorted(out.ids) == list(range(10))
+    renderer = Renderer(None, format="tokens", fields={})
+    for i, row in zip(out.ids, out.rows, strict=True):
+        wanted = list(rows[i % 2].values())
+        if isinstance(wanted[0], list):  # ids are texts in CSV: they come out alike
+            ids, labels = (np.array(value) for value in wanted)
+            rendered = renderer.render([row])
+            assert not rendered.errors
+            assert rendered.input_ids.tolist() == ids.tolist()
+            assert rendered.loss_mask.tolist() == (labels != -100).tolist()
+        else:
+            assert list(row.values()) == wanted
+
+
+@pytest.mark.parametrize("format", ["auto", "prompt_completion"])
+def test_a_file_of_other_fields_is_named_with_what_it_has(tmp_path: Path, format: Format) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "completion": "a"}])
+    pq.write_table(pa.table({"body": ["x"], "id": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(
+        SourceError, match=r"b\.parquet: .*prompt and completion.* found 'body', 'id'"
+    ) as caught:
+        read_source([tmp_path / "a.jsonl", tmp_path / "b.parquet"], tmp_path / "store", format=format)
+    assert f"as in {tmp_path / 'a.jsonl'}" in str(caught.value)
+    (tmp_path / "c.txt").write_text("words")
+    with pytest.raises(SourceError, match=r"c\.txt: .* found 'text'"):
+        read_source([tmp_path / "a.jsonl", tmp_path / "c.txt"], tmp_path / "store", format=format)
 
 
 # ------------------------------------------------------------------ detection
