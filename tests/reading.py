@@ -33,6 +33,7 @@ class Read:
     locations: list[Location] = field(default_factory=list)
     errors: list[RowError] = field(default_factory=list)
     ignored: tuple[str, ...] = ()
+    digests: list[str] = field(default_factory=list)  # of the inputs
     partitions: list[Partition] = field(default_factory=list)
 
     @property
@@ -67,7 +68,7 @@ def read_source(
         index_input(one, store=store, work_key="work", random_access=seed is not None, fields=full, **limits)
         for one in inputs
     ]
-    out = Read(ignored=ignored)
+    out = Read(ignored=ignored, digests=[one.digest for one in inputs])
     out.partitions = cut(pickle.loads(pickle.dumps(indexes)), shuffle_seed=seed, **(cutting or {}))
     row_limit = {"max_row_bytes": limits["max_row_bytes"]} if "max_row_bytes" in limits else {}
     for partition in pickle.loads(pickle.dumps(out.partitions)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from packer.sources import tabular
+from packer.sources import hubstream, tabular
 from packer.sources.convert import open_path
 from packer.sources.csvlines import csv_lines
 from packer.sources.jsonvalues import is_json_lines, value_lines
@@ -195,6 +195,10 @@ def _records(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, An
 
 
 def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any] | RowFault]:
+    if input.reader == hubstream.READER:
+        for rows in hubstream.stream_rows(input, None):
+            yield from rows
+        return
     with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
         if input.reader in ("parquet", "arrow"):
             yield from _table_sample(input, stream)

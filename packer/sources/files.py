@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from packer.sources.hub import resolve_hub
+from packer.sources.hub import parse_hub, prepare
+from packer.sources.hubstream import resolve_stream
 from packer.sources.identity import identify
 from packer.sources.remote import is_remote, list_remote
 from packer.sources.values import SourceError
@@ -33,10 +34,10 @@ _ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "
 
 @dataclass(slots=True)
 class _Found:
-    """Files in order, and those of folders that were left out."""
+    """Files (inputs, where they are identified already) in order, and those of folders that were left out."""
 
     roots: tuple[Path, ...] | None
-    files: list[str] = field(default_factory=list)
+    files: list[str | InputFile] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
 
 
@@ -60,7 +61,9 @@ def resolve_inputs(
                 f"{path}: no input file in it; known are {KNOWN}"
                 + (f"; ignored were {_some(left_out)}" if left_out else "")
             )
-    return identify([(path, *reader_of(path)) for path in found.files]), tuple(found.ignored)
+    named = iter(identify([(path, *reader_of(path)) for path in found.files if isinstance(path, str)]))
+    inputs = tuple(next(named) if isinstance(file, str) else file for file in found.files)
+    return inputs, tuple(found.ignored)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -70,7 +73,10 @@ def _some(names: Sequence[str]) -> str:
 def _resolve(text: str, found: _Found) -> None:
     scheme, separator, _ = text.partition("://")
     if scheme == "hf" and separator:
-        found.files += map(str, resolve_hub(text, local=found.roots is None))
+        name, local = parse_hub(text, local=found.roots is None), found.roots is None
+        found.files += (
+            resolve_stream(name, local=local) if name.streaming else map(str, prepare(name, local=local))
+        )
         return
     if is_remote(text):
         urls, named = list_remote(text)

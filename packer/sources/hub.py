@@ -1,6 +1,7 @@
-"""Datasets of the Hugging Face Hub: prepared by the `datasets` library, read as the Arrow files it keeps.
+"""Datasets of the Hugging Face Hub, through the `datasets` library.
 
-    hf://REPO?config=&split=&revision=
+    hf://REPO?config=&split=&revision=                  prepared in its cache, read as the files it keeps
+    hf://REPO?config=&split=&revision=&streaming=true   read as they come (packer.sources.hubstream)
 
 `datasets` downloads and caches (it honours HF_HOME, HF_TOKEN and HF_HUB_OFFLINE); what is packed are the
 files in its cache, identified by their content like any others.
@@ -10,27 +11,42 @@ from __future__ import annotations
 
 import os
 import urllib.parse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packer.sources.values import SourceError
 
-_OPTIONS = ("config", "split", "revision")
+_OPTIONS = ("config", "split", "revision", "streaming")
 
 
-def resolve_hub(url: str, *, local: bool) -> list[Path]:
-    """The Arrow files of one split ("train" where none is named), in order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """What an hf:// url names. `split` is "train" where it names none."""
+
+    url: str
+    repo: str
+    config: str | None
+    split: str
+    revision: str | None
+    streaming: bool
+
+
+def parse_hub(url: str, *, local: bool) -> HubName:
+    """Read an hf:// url. Raises SourceError.
 
     `local`: a folder of this machine may stand for the repo, and a repo may name files of this machine;
-    a service that keeps to its data folders says no. Raises SourceError.
+    a service that keeps to its data folders says no.
     """
     repo, _, query = url.removeprefix("hf://").partition("?")
     options = dict(urllib.parse.parse_qsl(query))
     unknown = set(options) - set(_OPTIONS)
-    split = options.get("split", "train")
+    split, streaming = options.get("split", "train"), options.get("streaming", "false")
     if not repo or unknown:
         what = f"found {', '.join(sorted(unknown))}" if unknown else "found no repo"
-        raise SourceError(f"{url}: hf://REPO?config=&split=&revision= is required, {what}")
+        raise SourceError(f"{url}: hf://REPO?config=&split=&revision=&streaming= is required, {what}")
+    if streaming not in ("true", "false"):
+        raise SourceError(f"{url}: streaming=true or streaming=false is required, found {streaming!r}")
     if "[" in split:
         raise SourceError(
             f"{url}: a whole split is required, found the slice {split!r}; name the split alone"
@@ -39,32 +55,54 @@ def resolve_hub(url: str, *, local: bool) -> list[Path]:
         raise SourceError(
             f"{url}: a dataset of the Hub is required, found a local path; give it without hf://"
         )
-    return _prepare(url, repo, split, options, local)
+    return HubName(
+        url=url,
+        repo=repo,
+        config=options.get("config"),
+        split=split,
+        revision=options.get("revision"),
+        streaming=streaming == "true",
+    )
 
 
-def _prepare(url: str, repo: str, split: str, options: dict[str, str], local: bool) -> list[Path]:
+def open_builder(name: HubName, *, local: bool) -> Any:
+    """The `datasets` builder of a name. Raises SourceError where there is none, or it may not be read."""
     try:
         import datasets  # takes a second or two: only where it is needed
     except ImportError as error:
-        raise SourceError(f"{url}: the package `datasets` is required; install padfree[service]") from error
-    try:
-        builder = datasets.load_dataset_builder(repo, options.get("config"), revision=options.get("revision"))
-        if not local:
-            _check_remote(url, builder)
-        builder.download_and_prepare()
-        dataset = builder.as_dataset(split=split)
-    except SourceError:
-        raise
-    except Exception as error:  # the library raises many kinds: of the network, of files, of names
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise SourceError(
-            f"{url}: `datasets` could not prepare it ({reason}); "
-            "check repo, config and split, and access to the Hub"
+            f"{name.url}: the package `datasets` is required; install padfree[service]"
         ) from error
+    try:
+        builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
+    except Exception as error:  # the library raises many kinds: of the network, of files, of names
+        raise unprepared(name, error) from error
+    if not local:
+        _check_remote(name.url, builder)
+    return builder
+
+
+def prepare(name: HubName, *, local: bool) -> list[Path]:
+    """The Arrow files of a split, in order, downloaded and prepared if need be. Raises SourceError."""
+    builder = open_builder(name, local=local)
+    try:
+        builder.download_and_prepare()
+        dataset = builder.as_dataset(split=name.split)
+    except Exception as error:  # as above
+        raise unprepared(name, error) from error
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if not files:
-        raise SourceError(f"{url}: `datasets` keeps no files of split {split!r}; is it empty?")
+        raise SourceError(f"{name.url}: `datasets` keeps no files of split {name.split!r}; is it empty?")
     return files
+
+
+def unprepared(name: HubName, error: Exception) -> SourceError:
+    """What to raise where `datasets` failed."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    return SourceError(
+        f"{name.url}: `datasets` could not prepare it ({reason}); "
+        "check repo, config and split, and access to the Hub"
+    )
 
 
 def _check_remote(url: str, builder: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from packer.sources import tabular
+from packer.sources import hubstream, tabular
 from packer.sources.convert import LineSpool, open_raw, table_lines
 from packer.sources.csvlines import csv_lines
 from packer.sources.identity import check_identity
@@ -19,6 +19,7 @@ from packer.sources.lines import LineIndexer
 from packer.sources.packed import READER
 from packer.sources.parse import roots
 from packer.sources.remote import is_remote
+from packer.sources.saved import INDEX_VERSION, load_index, save_index
 from packer.sources.segments import index_packed
 from packer.sources.streams import Spool, Stream, blocks, changed, open_stream, spool, spool_key
 from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
@@ -72,6 +73,7 @@ def index_input(
     Spools and offsets lie under `work_key`, named by content and use; a repeated call writes the same.
     `random_access` is what a shuffle needs: the place of every record. `fields` (our names: names in
     the source) says which columns of a table are in use. Memory is bounded whatever the file's size.
+    The index is kept there too, and a later call takes it from there, whoever made it (packer.sources.saved).
     Raises SourceError for a file that is not what it should be, StoreError where the store is full.
     """
     if input.reader == READER:
@@ -84,12 +86,26 @@ def index_input(
         names=roots(fields),
         max_unpacked_bytes=max_unpacked_bytes,
         max_row_bytes=max_row_bytes,
-        mtime_ns=check_identity(input),
+        mtime_ns=_check_identity(input),
     )
+    limits = (str(max_unpacked_bytes), str(max_row_bytes))
+    key = f"{task.key('index', INDEX_VERSION, str(random_access), *limits, *sorted(task.names))}.index"
+    saved = load_index(store, key, input, task.mtime_ns)
+    if saved is not None:
+        return saved
     index = _INDEXERS[input.reader](task)
-    if check_identity(input) != task.mtime_ns:
+    if _check_identity(input) != task.mtime_ns:
         raise changed(input, "while it was indexed")
+    save_index(store, key, index)
     return index
+
+
+def _check_identity(input: InputFile) -> int:
+    """`check_identity`, of whatever kind the input is."""
+    if input.reader != hubstream.READER:
+        return check_identity(input)
+    hubstream.check_stream(input)
+    return 0
 
 
 def _index_lines(task: _Task) -> FileIndex:
@@ -170,6 +186,11 @@ def _index_csv(task: _Task) -> FileIndex:
         return _index_converted(task, lines, "line", *sorted(task.names))
 
 
+def _index_stream(task: _Task) -> FileIndex:
+    rows = hubstream.stream_rows(task.input, task.names)
+    return _index_converted(task, table_lines(rows), "record", *sorted(task.names))
+
+
 def _index_document(task: _Task) -> FileIndex:
     key, num_bytes = None, task.input.num_bytes
     if not task.in_place:
@@ -202,4 +223,5 @@ _INDEXERS = {
     "txt": _index_document,
     "parquet": _index_table,
     "arrow": _index_table,
+    hubstream.READER: _index_stream,
 }

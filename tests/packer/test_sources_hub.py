@@ -25,7 +25,10 @@ work, calls = sys.argv[1:]
 for url, seed, roots in json.loads(calls):
     try:
         out = read_source(url, Path(work), seed=seed, roots=[Path(roots)] if roots else None)
-        print(json.dumps({"rows": out.rows, "ids": out.ids, "errors": len(out.errors)}))
+        print(json.dumps({
+            "rows": out.rows, "ids": out.ids, "errors": [error.location for error in out.errors],
+            "places": list(map(str, out.locations)), "digests": out.digests,
+        }))
     except SourceError as error:
         print(json.dumps({"refused": str(error)}))
 """
@@ -85,4 +88,68 @@ def test_a_dataset_in_the_cache_is_read_offline(tmp_path: Path, folder: Path) ->
     assert cached.get("rows") == ROWS, cached
     assert unknown["refused"].startswith("hf://owner/unknown: `datasets` could not prepare it")
     # A service keeps to its folders: no way round them by the library's own local datasets.
+    assert "local path" in around["refused"]
+
+
+# ------------------------------------------------------------------ streaming
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A split of three files, 300 rows each."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for k in range(3):
+        rows = [{"text": f"{k} {i} \u00e9", "other": i} for i in range(300)]
+        (folder / f"train-{k}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_a_stream_gives_the_rows_of_all_files_in_order(tmp_path: Path, files: Path) -> None:
+    url = f"hf://{files}?split=train&streaming=true"
+    plain, shuffled, prepared, none, wrong = read(
+        tmp_path,
+        (url, None, ""),
+        (url, 3, ""),
+        (f"hf://{files}", None, ""),
+        (f"{url[: -len('train&streaming=true')]}none&streaming=true", None, ""),
+        (f"hf://{files}?streaming=yes", None, ""),
+    )
+    assert plain["rows"] == [{"text": f"{k} {i} \u00e9"} for k in range(3) for i in range(300)]
+    assert plain["rows"] == prepared["rows"]
+    assert plain["ids"] == list(range(900))
+    assert plain["places"][300] == f"{url}&shard=2-of-3, record 1"
+    assert sorted(shuffled["ids"]) == plain["ids"] != shuffled["ids"]
+    assert [plain["rows"][i] for i in shuffled["ids"]] == shuffled["rows"]
+    assert "none" in none["refused"]
+    assert "'yes'" in wrong["refused"]
+    # Nothing was prepared for the streams: the library's cache holds what the third call made.
+    assert len(list((tmp_path / "hf" / "datasets").glob("many/**/*.arrow"))) == 1
+
+
+def test_a_stream_is_told_by_what_its_files_hold(tmp_path: Path, files: Path) -> None:
+    url = f"hf://{files}?streaming=true"
+    (before,) = read(tmp_path, (url, None, ""))
+    moved = files.rename(tmp_path / "moved")
+    (same,) = read(tmp_path, (f"hf://{moved}?streaming=true", None, ""))
+    assert same["digests"] == before["digests"]
+    assert len(set(same["digests"])) == 3
+    (moved / "train-1.jsonl").write_text('{"text": "x", "other": 1}\n')
+    (other,) = read(tmp_path, (f"hf://{moved}?streaming=true", None, ""))
+    assert not set(other["digests"]) & set(before["digests"])
+    assert len(other["rows"]) == 601
+
+
+def test_a_cached_dataset_streams_offline_and_a_service_keeps_to_its_folders(
+    tmp_path: Path, folder: Path
+) -> None:
+    read(tmp_path, (f"hf://{folder}", None, ""))
+    cache = tmp_path / "hf" / "datasets"
+    shutil.move(cache / "gsm", cache / "owner___gsm")
+    cached, around = read(
+        tmp_path,
+        ("hf://owner/gsm?split=train&streaming=true", None, str(tmp_path)),
+        (f"hf://{folder}?streaming=true", None, str(tmp_path)),
+    )
+    assert cached.get("rows") == ROWS, cached
     assert "local path" in around["refused"]
