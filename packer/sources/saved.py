@@ -16,30 +16,22 @@ import numpy as np
 
 from packer.sources.values import MARK, FileIndex, RecordFile
 from packer.spec import InputFile
-from packer.store import LocalStore, StoreError
+from packer.store import Store
 
 INDEX_VERSION = "1"  # raise it when the same input comes to have other records or places
 _DIGEST_BYTES = 32
 
 
-def save_index(store: LocalStore, key: str, index: FileIndex) -> None:
+def save_index(store: Store, key: str, index: FileIndex) -> None:
     """Keep an index under `key`: a digest, a line of JSON, the marks. Raises StoreError."""
     file = dataclasses.asdict(index.file)
     del file["input"], file["mtime_ns"]  # known to whoever asks
-    sizes = {}
-    for name in _work_files(index.file):
-        path = store.path(name)
-        try:
-            with open(path, "rb") as work:
-                os.fsync(work.fileno())
-            sizes[name] = path.stat().st_size
-        except OSError as error:
-            raise StoreError(error.errno, f"work file {path} cannot be read: {error.strerror}") from error
+    sizes = {name: _size(store, name) for name in (index.file.spool, index.file.offsets) if name is not None}
     body = json.dumps({"file": file, "sizes": sizes}).encode() + b"\n" + index.marks.tobytes()
     store.put(key, hashlib.sha256(body).digest() + body)
 
 
-def load_index(store: LocalStore, key: str, input: InputFile, mtime_ns: int) -> FileIndex | None:
+def load_index(store: Store, key: str, input: InputFile, mtime_ns: int) -> FileIndex | None:
     """The index kept under `key`, if it and all its work files are whole; else None.
 
     mtime_ns: of `input`, whose content is known to be what was resolved.
@@ -51,12 +43,13 @@ def load_index(store: LocalStore, key: str, input: InputFile, mtime_ns: int) -> 
             return None
         head, _, marks = body.partition(b"\n")
         about = json.loads(head)
-        if any(store.path(name).stat().st_size != size for name, size in about["sizes"].items()):
+        if any(_size(store, name) != size for name, size in about["sizes"].items()):
             return None
         file = RecordFile(input=input, mtime_ns=mtime_ns, **about["file"])
         return FileIndex(file=file, marks=np.frombuffer(marks, MARK))
     return None
 
 
-def _work_files(file: RecordFile) -> list[str]:
-    return [name for name in (file.spool, file.offsets) if name is not None]
+def _size(store: Store, name: str) -> int:
+    with store.open_part(name) as file:
+        return file.seek(0, os.SEEK_END)

@@ -114,10 +114,10 @@ Spool = Staged
 
 @contextlib.contextmanager
 def spool(store: Store, key: str) -> Iterator[Spool]:
-    """A work file that is there under `key` only if the block ends well. Not made durable.
+    """A work file that is there under `key` only if the block ends well; durable, as its index will be.
 
     Raises NoSpaceLeft or StoreError where it cannot be written.
     """
     with store.stage(key.rpartition("/")[0]) as staged:
         yield staged
-        staged.publish(key, durable=False)
+        staged.publish(key)
