@@ -124,7 +124,7 @@ class PackedBatch:
 def flatten(
     packs: Sequence[Pack],
     *,
-    padding: Sequence[bool],
+    padding: list[bool],
     epoch: int,
     step: int,
     num_items: int,
@@ -138,20 +138,20 @@ def flatten(
     Boundaries of each pack are shifted by the tokens before it. Fillers are left out, unless there is
     nothing else.
     """
-    real = [pack for pack, fills in zip(packs, padding, strict=True) if not fills]
-    used = real or list(packs[:1])
+    num_real = padding.count(False)
+    one = _joined([pack for pack, fills in zip(packs, padding, strict=True) if not fills] or packs[:1])
     return PackedBatch(
-        input_ids=_concat([pack.input_ids for pack in used]),
-        loss_mask=_concat([pack.loss_mask for pack in used]),
-        cu_seqlens=_joined_boundaries([pack.cu_seqlens for pack in used]),
-        example_ids=_concat([pack.example_ids for pack in used]),
-        num_packs=len(real),
+        input_ids=one.input_ids,
+        loss_mask=one.loss_mask,
+        cu_seqlens=one.cu_seqlens,
+        example_ids=one.example_ids,
+        num_packs=num_real,
         epoch=epoch,
         step=step,
         optimizer_step=step if optimizer_step is None else optimizer_step,
         num_items_in_batch=max(1, num_items),
         step_done=step_done,
-        is_padding=not real,
+        is_padding=not num_real,
         max_tokens=max_tokens,
         state=state,
     )
@@ -177,6 +177,17 @@ def join(batches: Sequence[PackedBatch], **changed: Any) -> PackedBatch:
         is_padding=used[0].is_padding,
         upload=used[0].upload if len(used) == 1 else None,
         **changed,
+    )
+
+
+def _joined(packs: Sequence[Pack]) -> Pack:
+    if len(packs) == 1:
+        return packs[0]
+    return Pack(
+        input_ids=_concat([pack.input_ids for pack in packs]),
+        loss_mask=_concat([pack.loss_mask for pack in packs]),
+        cu_seqlens=_joined_boundaries([pack.cu_seqlens for pack in packs]),
+        example_ids=_concat([pack.example_ids for pack in packs]),
     )
 
 

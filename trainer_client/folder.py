@@ -180,7 +180,12 @@ class FolderTransport:
 
     def _steps(self, epoch: Epoch, steps: NDArray[np.int64]) -> Iterator[Received]:
         """This rank's packs of some steps."""
-        for number, step, num_items, done in epoch.messages(steps):
+        messages = list(epoch.messages(steps))
+        rows = self._manifest.rows[[number for number, *_ in messages if number != order.FILLER]]
+        # Lists: one element of a structured array costs as much as checking a pack.
+        names = ("shard", "offset", "header_bytes", "body_bytes")
+        places = zip(*(rows[name].tolist() for name in names), strict=True)
+        for number, step, num_items, done in messages:
             stamp = Stamp(
                 epoch=epoch.request.epoch,
                 step=step,
@@ -191,20 +196,20 @@ class FolderTransport:
             if stamp.padding:
                 yield Received(pack=padding_pack(), stamp=stamp, num_bytes=0)
             else:
-                yield self._read(number, stamp)
+                yield self._read(number, stamp, *next(places))
 
-    def _read(self, number: int, stamp: Stamp) -> Received:
-        row = self._manifest.rows[number]
-        header_bytes = int(row["header_bytes"])
-        start, size = int(row["offset"]), header_bytes + int(row["body_bytes"])
-        message = self._map(int(row["shard"]))[start : start + size]
+    def _read(
+        self, number: int, stamp: Stamp, shard: int, offset: int, header_bytes: int, body_bytes: int
+    ) -> Received:
+        size = header_bytes + body_bytes
+        message = self._map(shard)[offset : offset + size]
         try:
-            # Copies the message: a batch that is kept never keeps a map and its file open.
+            # Decompressed out of the map: a batch that is kept never keeps a map and its file open.
             _, pack = decode(message, header_bytes)
         except Lost as error:
-            name = self._manifest.shards[int(row["shard"])].key
+            name = self._manifest.shards[shard].key
             raise DataDamaged(
-                f"pack {number} of dataset {self.dataset} ({name}, byte {start}): {error}; "
+                f"pack {number} of dataset {self.dataset} ({name}, byte {offset}): {error}; "
                 f"{repair(self.dataset)}"
             ) from error
         return Received(pack=pack, stamp=stamp, num_bytes=size)

@@ -17,6 +17,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_MOMENT_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,14 +88,21 @@ class Meter:
 
 
 class _Buffer(Generic[T]):
-    """A queue bounded in items and in bytes, with an end. One item always fits."""
+    """A queue bounded in items and in bytes, with an end. One item always fits.
+
+    A side that waits is woken when half of what it may get is there: to wake it for each item takes more time
+    than to make one. It waits so for a moment only; then the least change wakes it.
+    """
 
     def __init__(self, max_items: int, max_bytes: int, meter: Meter) -> None:
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
         self._max_items, self._max_bytes = max_items, max_bytes
+        self._half = max(1, max_items // 2)
         self._meter = meter
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._arrived = _Wakeup(self._lock)  # for who waits for items
+        self._freed = _Wakeup(self._lock)  # for who waits for room
         self._ended = False
         self._error: BaseException | None = None
         self.closed = threading.Event()
@@ -102,16 +110,17 @@ class _Buffer(Generic[T]):
 
     def put(self, item: T, num_bytes: int) -> bool:
         """Wait for room. False where nobody wants any more."""
-        start = time.monotonic()
-        with self._changed:
-            while not self.closed.is_set() and self._full(num_bytes):
-                self._changed.wait()
-            self._meter.put_wait_s += time.monotonic() - start
+        with self._lock:
+            if self._full(num_bytes):
+                start = time.monotonic()
+                self._arrived.wake()
+                self._freed.wait(lambda: self.closed.is_set() or not self._full(num_bytes), self._half)
+                self._meter.put_wait_s += time.monotonic() - start
             if self.closed.is_set():
                 return False
             self._items.append((item, num_bytes))
             self._bytes += num_bytes
-            self._changed.notify_all()
+            self._arrived.change(len(self._items))
         return True
 
     def _full(self, num_bytes: int) -> bool:
@@ -119,27 +128,31 @@ class _Buffer(Generic[T]):
         return bool(self._items) and (len(self._items) >= self._max_items or more)
 
     def end(self, error: BaseException | None = None) -> None:
-        with self._changed:
+        with self._lock:
             self._ended, self._error = True, error
-            self._changed.notify_all()
+            self._arrived.wake()
 
     def get(self) -> T:
         """The next item. Raises what the reader raised, StopIteration at the end."""
         start = time.monotonic()
-        with self._changed:
+        with self._lock:
             occupancy = len(self._items)
-            self._meter.waiting_since = None if self._first is None else start
-            while not self._items and not self._ended and not self.closed.is_set():
-                self._changed.wait()
-            self._meter.waiting_since = None
+            if not self._items:
+                self._meter.waiting_since = None if self._first is None else start
+                self._freed.wake()
+                self._arrived.wait(self._has_news, self._half)
+                self._meter.waiting_since = None
             if not self._items:
                 error, self._error = self._error, None
                 raise error or StopIteration
             item, num_bytes = self._items.popleft()
             self._bytes -= num_bytes
             self._measure(start, occupancy)
-            self._changed.notify_all()
+            self._freed.change(self._max_items - len(self._items))
         return item
+
+    def _has_news(self) -> bool:
+        return bool(self._items) or self._ended or self.closed.is_set()
 
     def _measure(self, start: float, occupancy: int) -> None:
         now, meter = time.monotonic(), self._meter
@@ -153,9 +166,35 @@ class _Buffer(Generic[T]):
 
     def close(self) -> None:
         self.closed.set()
-        with self._changed:
+        with self._lock:
             self._items.clear()
-            self._changed.notify_all()
+            self._arrived.wake()
+            self._freed.wake()
+
+
+class _Wakeup:
+    """The wait of one thread for another, under their lock."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._condition = threading.Condition(lock)
+        self._enough = 1  # of items or of room: then who waits is woken
+
+    def wait(self, is_over: Callable[[], bool], enough: int) -> None:
+        """Until `is_over`; for a moment only woken at `enough`."""
+        self._enough = enough
+        if not is_over():
+            self._condition.wait(_MOMENT_S)
+        self._enough = 1
+        while not is_over():
+            self._condition.wait()
+
+    def change(self, num_there: int) -> None:
+        """There is so much of what is waited for."""
+        if num_there >= self._enough:
+            self._condition.notify()
+
+    def wake(self) -> None:
+        self._condition.notify()
 
 
 class Prefetcher(Generic[T]):

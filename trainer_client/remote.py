@@ -1,4 +1,4 @@
-"""Packs from a padfree service: the standard library's HTTP client, read into preallocated buffers.
+"""Packs from a padfree service: the standard library's HTTP client, received into one buffer.
 
 One response is one Arrow IPC stream (service: GET /v1/datasets/{id}/stream): the schema message, then
 one record batch message a pack, then the end-of-stream mark. A response that stops without the mark is
@@ -21,7 +21,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from packer import shard
-from packer.shard import ShardError, read_stamp
+from packer.shard import ShardError, locate_stamp
+from trainer_client.body import Body
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
@@ -30,7 +31,6 @@ from trainer_client.transport import Received, Request, RequestIds, capacities_o
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
 _REPORT_S = 5.0
-_PIECE_BYTES = 256 << 10  # read at once
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_BODY_BYTES = 1 << 31
 _CONTINUATION = b"\xff\xff\xff\xff"
@@ -74,6 +74,7 @@ class HttpTransport:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._hint = 0  # where the stamp lay in the last header
 
     # -------------------------------------------------------------- the dataset
 
@@ -156,11 +157,11 @@ class HttpTransport:
         response = self._open(request)
         whole = False
         try:
-            incoming = _Incoming(response)
-            self._read_schema(incoming)
-            while (received := self._read_message(incoming)) is not None:
+            body = Body(response)
+            self._read_schema(body)
+            while (received := self._read_message(body)) is not None:
                 yield received
-            response.read()  # the end of the body, so that the connection can be used again
+            body.finish()
             whole = not response.will_close
         except _FAULTS as error:
             raise Lost(f"the connection to {self._url} broke off: {_shown(error)}") from error
@@ -227,10 +228,9 @@ class HttpTransport:
         if connection is not None:
             connection.close()
 
-    def _read_schema(self, incoming: _Incoming) -> None:
-        prefix = self._fill(incoming, 8, "the schema", silent=True)
-        size = _header_size(prefix)
-        message = np.concatenate([prefix, self._fill(incoming, size - 8, "the schema")])
+    def _read_schema(self, body: Body) -> None:
+        size = _header_size(self._ahead(body, 8, "the schema", silent=True))
+        message = self._ahead(body, size, "the schema")
         try:
             found = pa.ipc.read_schema(pa.py_buffer(message)).metadata or {}
         except (pa.ArrowException, OSError) as error:
@@ -242,49 +242,40 @@ class HttpTransport:
                 f"dataset {self.dataset} of format version {shard.FORMAT_VERSION} was asked for, {self._url} "
                 f"sent dataset {named!r} of version {version!r}: client and service must be of one release"
             )
+        body.take(size)
 
-    def _read_message(self, incoming: _Incoming) -> Received | None:
+    def _read_message(self, body: Body) -> Received | None:
         """The next pack, or None at the end-of-stream mark."""
-        prefix = self._fill(incoming, 8, "the next pack", silent=True)
-        if prefix.tobytes() == shard.END_OF_STREAM:
+        prefix = self._ahead(body, 8, "the next pack", silent=True)
+        if prefix == shard.END_OF_STREAM:
             return None
         header_bytes = _header_size(prefix)
-        header = self._fill(incoming, header_bytes - 8, "a pack's header")
+        header = self._ahead(body, header_bytes, "a pack's header")
         try:
-            body_bytes = read_stamp(header.data).body_bytes
+            located = locate_stamp(header, hint=self._hint)
         except ShardError as error:
             raise Lost(str(error), damaged=True) from error
+        body_bytes, self._hint = located[0].body_bytes, located[1]
         if body_bytes > _MAX_BODY_BYTES:
             raise Lost(f"a pack of {body_bytes} bytes was announced", damaged=True)
-        message = np.empty(header_bytes + body_bytes, np.uint8)
-        message[:8], message[8:header_bytes] = prefix, header
-        self._fill_into(incoming, message.data[header_bytes:], "a pack")
-        stamp, pack = decode(message.data, header_bytes)
-        return Received(pack=pack, stamp=stamp, num_bytes=len(message))
+        size = header_bytes + body_bytes
+        stamp, pack = decode(self._ahead(body, size, "a pack"), header_bytes, located=located)
+        body.take(size)
+        return Received(pack=pack, stamp=stamp, num_bytes=size)
 
-    def _fill(self, incoming: _Incoming, num_bytes: int, what: str, *, silent: bool = False) -> np.ndarray:
-        buffer = np.empty(num_bytes, np.uint8)
-        self._fill_into(incoming, buffer.data, what, silent=silent)
-        return buffer
-
-    def _fill_into(self, incoming: _Incoming, view: memoryview, what: str, *, silent: bool = False) -> None:
-        """Read exactly len(view) bytes. Raises Lost; Silent where not one came and none was due."""
-        at = 0
+    def _ahead(self, body: Body, size: int, what: str, *, silent: bool = False) -> memoryview:
+        """The next `size` bytes. Raises Lost; Silent where not one came and none was due."""
         try:
-            while at < len(view):
-                count = incoming.take(view[at:])
-                if not count:
-                    raise Lost(f"{self._url} closed the stream after {at} of {len(view)} bytes of {what}")
-                at += count
-        except http.client.IncompleteRead as error:
-            at += len(error.partial)
-            raise Lost(f"{self._url} closed the stream after {at} of {len(view)} bytes of {what}") from error
+            found = body.ahead(size)
         except TimeoutError as error:
-            kind = Silent if silent and at == 0 else Lost
+            kind = Silent if silent and not body.num_ready else Lost
             raise kind(
-                f"{self._url} sent nothing for {self._silence_s:g} s, after {at} of {len(view)} bytes "
-                f"of {what}"
+                f"{self._url} sent nothing for {self._silence_s:g} s, after {body.num_ready} of {size} "
+                f"bytes of {what}"
             ) from error
+        if len(found) < size:
+            raise Lost(f"{self._url} closed the stream after {len(found)} of {size} bytes of {what}")
+        return found
 
     # -------------------------------------------------------------- errors
 
@@ -316,23 +307,6 @@ class HttpTransport:
         return StreamRefused(f"{self._url} answered {response.status}{field}: {detail}{hint}")
 
 
-class _Incoming:
-    """The body of a response, taken as it comes in larger pieces: a call into http.client costs as much as
-    checking a pack."""
-
-    def __init__(self, response: http.client.HTTPResponse) -> None:
-        self._response = response
-        self._left = memoryview(b"")
-
-    def take(self, view: memoryview) -> int:
-        """Put what is there into the view, at least one byte; 0 at the end. Never waits for more."""
-        if not self._left:
-            self._left = memoryview(self._response.read1(_PIECE_BYTES))
-        count = min(len(view), len(self._left))
-        view[:count], self._left = self._left[:count], self._left[count:]
-        return count
-
-
 def _query(request: Request) -> dict[str, Any]:
     split = request.split
     query: dict[str, Any] = {
@@ -356,9 +330,9 @@ def _query(request: Request) -> dict[str, Any]:
     return query
 
 
-def _header_size(prefix: np.ndarray) -> int:
+def _header_size(prefix: memoryview) -> int:
     """Bytes of a message's header, prefix included, from its first 8 bytes."""
-    raw = prefix.tobytes()
+    raw = bytes(prefix)
     size = 8 + int.from_bytes(raw[4:], "little")
     if raw[:4] != _CONTINUATION or not 8 < size <= _MAX_HEADER_BYTES:
         raise Lost(f"no Arrow message begins with {raw.hex()}", damaged=True)

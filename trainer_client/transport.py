@@ -106,16 +106,16 @@ def capacities_of(spec: Any) -> tuple[int, ...] | None:
         return None
 
 
-def decode(message: memoryview, header_bytes: int) -> tuple[Stamp, Pack]:
-    """A whole message, checked, as its stamp and pack. Raises Lost for bytes that are not as written."""
+def decode(
+    message: memoryview, header_bytes: int, *, located: tuple[Stamp, int] | None = None
+) -> tuple[Stamp, Pack]:
+    """A whole message, checked, as its stamp and pack; no array is a view of it. Raises Lost for bytes that
+    are not as written. located: as of `shard.verify_message`."""
     try:
-        stamp = shard.verify_message(message, header_bytes)
-        packs = shard.decode_message(message)
+        stamp = shard.verify_message(message, header_bytes, located=located)
+        return stamp, shard.decode_pack(message, header_bytes)
     except ShardError as error:
         raise Lost(str(error), damaged=True) from error
-    if len(packs) != 1:
-        raise Lost(f"one pack a record batch was asked for, {len(packs)} came", damaged=True)
-    return stamp, packs[0]
 
 
 def open_transport(

@@ -15,6 +15,7 @@ Errors: ShardError (a ValueError) for bytes that break a rule of the format.
 from packer.shard.decode import (
     decode_batch,
     decode_message,
+    decode_pack,
     iter_boundaries,
     iter_messages,
     open_shard,
@@ -35,7 +36,7 @@ from packer.shard.layout import (
     position_ids,
     schema,
 )
-from packer.shard.stamp import Stamp, read_stamp, stamp_in_place, stamped, verify_message
+from packer.shard.stamp import Stamp, locate_stamp, read_stamp, stamp_in_place, stamped, verify_message
 
 __all__ = [
     "END_OF_STREAM",
@@ -50,11 +51,13 @@ __all__ = [
     "check",
     "decode_batch",
     "decode_message",
+    "decode_pack",
     "encode_message",
     "encode_packs",
     "encode_shard",
     "iter_boundaries",
     "iter_messages",
+    "locate_stamp",
     "open_shard",
     "padding_pack",
     "position_ids",

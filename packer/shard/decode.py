@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from packer.shard.encode import CONTINUATION, MAGIC_BYTES, schema_message
+from packer.shard.header import Places, read_places
 from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check
 from packer.shard.stamp import Stamp, read_stamp, verify_message
 
@@ -78,6 +80,55 @@ def decode_message(message: bytes | bytearray | memoryview) -> list[Pack]:
     except (pa.ArrowException, OSError, StopIteration) as error:
         raise ShardError(f"not a record batch of this format: {error}") from error
     return decode_batch(batch)
+
+
+# Which node and which buffer of a message are of the values of a column.
+_IDS, _MASK, _CU, _EXAMPLES = (1, 3), (5, 11), (7, 15), (10, 21)
+_LZ4 = pa.Codec("lz4")
+_int64 = struct.Struct("<q").unpack_from
+
+
+def decode_pack(message: memoryview, header_bytes: int) -> Pack:
+    """The pack of a record batch message that holds one (not checked: see verify_message). Raises ShardError.
+
+    The same as `decode_message`, at half the cost: values are decompressed right out of the message, without
+    Arrow's reader between. No array is a view of the message.
+    """
+    places = read_places(message[:header_bytes])
+    if places.num_rows != 1:
+        raise ShardError(f"one pack a record batch is required, found {places.num_rows}")
+    lengths = places.nodes[::2]
+    if min(lengths) < 0:
+        raise ShardError(f"lengths of lists must not be negative, found {lengths}")
+    num_bits = lengths[_MASK[0]]
+    bits = _values(message, header_bytes, places, _MASK[1], np.uint8, -(-num_bits // 8))
+    return Pack(
+        input_ids=_values(message, header_bytes, places, _IDS[1], np.int32, lengths[_IDS[0]]),
+        loss_mask=np.unpackbits(bits, count=num_bits, bitorder="little").view(np.bool_),
+        cu_seqlens=_values(message, header_bytes, places, _CU[1], np.int32, lengths[_CU[0]]),
+        example_ids=_values(message, header_bytes, places, _EXAMPLES[1], np.int64, lengths[_EXAMPLES[0]]),
+    )
+
+
+def _values(
+    message: memoryview, header_bytes: int, places: Places, buffer: int, dtype: type, count: int
+) -> np.ndarray:
+    """`count` values out of a buffer of a message, as an array of its own."""
+    start, size = places.buffers[2 * buffer], places.buffers[2 * buffer + 1]
+    if count == 0:
+        return np.empty(0, dtype)
+    start, end = header_bytes + start, header_bytes + start + size
+    if not header_bytes <= start <= end <= len(message):
+        raise ShardError(f"bytes {start} to {end} of a record batch of {len(message)} bytes are required")
+    try:
+        if places.is_compressed:
+            (num_bytes,) = _int64(message, start)
+            start += 8
+            if num_bytes != -1:  # else it is as it was: compression would not have made it smaller
+                return np.frombuffer(_LZ4.decompress(message[start:end], num_bytes), dtype, count)
+        return np.frombuffer(message[start:end], dtype, count).copy()
+    except (pa.ArrowException, OSError, ValueError, OverflowError, struct.error) as error:
+        raise ShardError(f"not a record batch of this format: {error}") from error
 
 
 def iter_messages(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 
@@ -14,6 +15,10 @@ _STAMP_FORMAT = b"padfree1 crc32=%08x body=%012d " + _ROOM_FORMAT + b" pad=%d"
 _STAMP_LENGTH = len(_STAMP_FORMAT % (0, 0, 0, 0, 0, 0, 0))
 _ROOM_LENGTH = len(_ROOM_FORMAT % (0, 0, 0, 0))
 _ROOM_AT = _STAMP_LENGTH - _ROOM_LENGTH - len(b" pad=0")  # from the start of the stamp
+_PATTERN = re.compile(
+    rb"padfree1 crc32=([0-9a-f]{8}) body=(\d{12}) "
+    rb"epoch=(\d{8}) step=(\d{12}) items=(\d{12}) done=([01]) pad=([01])"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +54,27 @@ def _find_stamp(header: bytes | bytearray | memoryview) -> int:
 
 def read_stamp(header: bytes | bytearray | memoryview) -> Stamp:
     """The stamp of a message, from its header (prefix and metadata)."""
-    at = _find_stamp(header)
-    text = bytes(header[at : at + _STAMP_LENGTH])
-    values = [part.partition(b"=")[2] for part in text.split(b" ")[1:]]
-    try:
-        crc32 = int(values[0], 16)
-        body_bytes, epoch, step, num_items, done, padding = (int(value) for value in values[1:])
-    except ValueError as error:
-        raise ShardError(f"the stamp of a record batch is damaged: {text!r}") from error
-    stamp = Stamp(
-        crc32=crc32,
-        body_bytes=body_bytes,
-        epoch=epoch,
-        step=step,
-        num_items=num_items,
-        step_done=bool(done),
-        padding=bool(padding),
-    )
-    if stamp.encode() != text:
+    return locate_stamp(header)[0]
+
+
+def locate_stamp(header: bytes | bytearray | memoryview, *, hint: int = 0) -> tuple[Stamp, int]:
+    """The stamp of a message and where it lies in the header. `hint`: where it lay in the last one."""
+    found = _PATTERN.match(header, hint) or _PATTERN.search(header)
+    if found is None:
+        at = _find_stamp(header)
+        text = bytes(header[at : at + _STAMP_LENGTH])
         raise ShardError(f"the stamp of a record batch is damaged: {text!r}")
-    return stamp
+    crc32, body_bytes, epoch, step, num_items, done, padding = found.groups()
+    stamp = Stamp(
+        crc32=int(crc32, 16),
+        body_bytes=int(body_bytes),
+        epoch=int(epoch),
+        step=int(step),
+        num_items=int(num_items),
+        step_done=done == b"1",
+        padding=padding == b"1",
+    )
+    return stamp, found.start()
 
 
 def stamped(header: bytes | memoryview, *, epoch: int, step: int, num_items: int, step_done: bool) -> bytes:
@@ -103,17 +109,21 @@ def stamp_in_place(
 
 
 def _checksum(message: bytes | memoryview, at: int, stamp: Stamp) -> int:
-    zeroed = Stamp(body_bytes=stamp.body_bytes, padding=stamp.padding).encode()
+    zeroed = _STAMP_FORMAT % (0, stamp.body_bytes, 0, 0, 0, 0, stamp.padding)
     crc = zlib.crc32(memoryview(message)[:at])
     crc = zlib.crc32(zeroed, crc)
     return zlib.crc32(memoryview(message)[at + _STAMP_LENGTH :], crc)
 
 
-def verify_message(message: bytes | bytearray | memoryview, header_bytes: int) -> Stamp:
-    """Check length and checksum of a whole message; return its stamp. Raises ShardError."""
+def verify_message(
+    message: bytes | bytearray | memoryview, header_bytes: int, *, located: tuple[Stamp, int] | None = None
+) -> Stamp:
+    """Check length and checksum of a whole message; return its stamp. Raises ShardError.
+
+    located: what `locate_stamp` found in its header, where that is known.
+    """
     view = memoryview(message)
-    header = view[:header_bytes]
-    stamp, at = read_stamp(header), _find_stamp(header)
+    stamp, at = located or locate_stamp(view[:header_bytes])
     if len(view) != header_bytes + stamp.body_bytes:
         raise ShardError(
             f"a record batch needs {header_bytes + stamp.body_bytes} bytes, {len(view)} are there: cut off"

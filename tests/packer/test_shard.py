@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -178,6 +179,65 @@ def test_a_stamped_message_still_verifies_and_decodes() -> None:
     stream.append(shard.END_OF_STREAM)
     table = pa.ipc.open_stream(b"".join(stream)).read_all()
     assert table.column("input_ids").to_pylist() == [p.input_ids.tolist() for p in many]
+
+
+def _message(packs_of_it: list[Pack]) -> tuple[memoryview, int]:
+    message = memoryview(shard.encode_message(packs_of_it, stamp=Stamp()))
+    return message, 8 + int.from_bytes(message[4:8], "little")
+
+
+@given(packs())
+def test_a_pack_read_by_hand_is_what_arrow_reads(pack: Pack) -> None:
+    message, header_bytes = _message([pack])
+    own = bytearray(message)
+    decoded = shard.decode_pack(memoryview(own), header_bytes)
+    own[:] = bytes(len(own))  # no array is a view of the message
+    assert [decoded] == shard.decode_message(message) == [pack]
+    for name in ("input_ids", "loss_mask", "cu_seqlens", "example_ids"):
+        assert getattr(decoded, name).dtype == getattr(pack, name).dtype
+
+
+def test_an_uncompressed_pack_is_read_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packer.shard.encode._write_options", pa.ipc.IpcWriteOptions)
+    (pack,) = random_packs(1)
+    message, header_bytes = _message([pack])
+    own = bytearray(message)
+    decoded = shard.decode_pack(memoryview(own), header_bytes)
+    own[:] = bytes(len(own))
+    assert decoded == pack
+
+
+def test_what_is_not_one_pack_of_this_format_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ShardError, match="one pack a record batch is required, found 2"):
+        shard.decode_pack(*_message(random_packs(2)))
+    message, header_bytes = _message(random_packs(1))
+    with pytest.raises(ShardError, match="bytes are required"):
+        shard.decode_pack(message[:-100], header_bytes)
+    for short in (8, 20, 300):
+        with pytest.raises(ShardError, match="not of this format"):
+            shard.decode_pack(message[:short], short)
+    other = pa.schema([pa.field("a", pa.int32())])
+    foreign = memoryview(pa.record_batch([pa.array([1])], other).serialize())
+    with pytest.raises(ShardError, match="a list of 11 is required in the header of a record batch, found 1"):
+        shard.decode_pack(foreign, 8 + int.from_bytes(foreign[4:8], "little"))
+    head = memoryview(shard.schema_message("d"))
+    with pytest.raises(ShardError, match="not a record batch"):
+        shard.decode_pack(head, len(head))
+    zstd = pa.ipc.IpcWriteOptions(compression="zstd")
+    monkeypatch.setattr("packer.shard.encode._write_options", lambda: zstd)
+    with pytest.raises(ShardError, match=r"LZ4 \(0\) is required, found codec 1"):
+        shard.decode_pack(*_message(random_packs(1)))
+
+
+def test_no_damage_of_a_message_brings_down_who_reads_it() -> None:
+    (pack,) = random_packs(1)
+    clean, header_bytes = _message([pack])
+    for at in range(8, len(clean), 3):
+        for bit in (1, 0x80):
+            damaged = bytearray(clean)
+            damaged[at] ^= bit
+            with contextlib.suppress(ShardError):  # what is not found here, the checksum found before
+                shard.decode_pack(memoryview(damaged), header_bytes)
 
 
 def test_a_message_of_several_packs() -> None:
