@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ from packer.store import Store
 from packer.tokenization import Tokenizer
 
 SAMPLE_ROWS = 1000  # what the warnings look at
+SAMPLE_TOKENS = 4 << 20  # or so many tokens, where rows are long
+SHOWN_TOKENS = 16 << 10  # of one example; the rest is counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +36,12 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A row as tokens, or why it cannot be used."""
+    """A row as tokens (the first SHOWN_TOKENS of them), or why it cannot be used."""
 
     example: int
     place: str
+    num_tokens: int
+    num_trained: int
     tokens: list[Token]
     error: str | None
 
@@ -51,9 +56,10 @@ class Preview:
 
 
 def preview(job: Job, store: Store, num_examples: int, *, sample_rows: int = SAMPLE_ROWS) -> Preview:
-    """Render the first rows in source order, as packing will. Works in this process and writes no shard.
+    """Render the first rows in source order, as packing will; of a packed dataset take its first segments.
 
-    What it unpacks lies in the store until the caller removes it. Raises what reading and rendering raise.
+    Works in this process, reads no more than that takes, and writes no shard. What it unpacks lies in the
+    store until the caller removes it. Raises what reading and rendering raise.
     """
     sample_rows = max(sample_rows, num_examples)
     if sources.is_packed(job.inputs):
@@ -62,16 +68,18 @@ def preview(job: Job, store: Store, num_examples: int, *, sample_rows: int = SAM
     else:
         renderer = renderer_of(job, store, whole=True)
         tokenizer = renderer.tokenizer
-        batches = ((records, renderer.render(records.rows)) for records in _records(job, store))
+        batches = ((records, renderer.render(records.rows)) for records in _records(job, store, sample_rows))
+    texts = _Texts(tokenizer)
     examples: list[Example] = []
     notes = _Notes(job, tokenizer)
     for records, rendered in batches:
         notes.add(rendered, num_unreadable=len(records.errors))
-        found = list(_examples(records, rendered, tokenizer))
+        wanted = num_examples - len(examples)
+        found = list(_examples(records, rendered, texts, wanted))
         if records.errors:
             found.sort(key=_place)
-        examples += found[: num_examples - len(examples)]
-        if notes.num_rows >= sample_rows:
+        examples += found[:wanted]
+        if notes.num_rows >= sample_rows or (notes.num_tokens >= SAMPLE_TOKENS and not wanted):
             break
     return Preview(examples=examples, warnings=[*job.warnings, *notes.warnings()], num_rows=notes.num_rows)
 
@@ -84,41 +92,77 @@ def _packed(job: Job, store: Store, num_rows: int) -> Iterator[tuple[sources.Rec
     """The first segments of a dataset that is packed anew, as if they were rendered."""
     found = sources.first_segments(job.inputs[0], store=store, at_least=num_rows)
     records = sources.Records(example_ids=found.example_ids, rows=[], locations=found.locations, errors=[])
-    yield (
-        records,
-        Rendered(input_ids=found.input_ids, loss_mask=found.loss_mask, lengths=found.lengths, errors=[]),
+    rendered = Rendered(
+        input_ids=found.input_ids, loss_mask=found.loss_mask, lengths=found.lengths, errors=[]
     )
+    yield records, rendered
 
 
-def _records(job: Job, store: Store) -> Iterator[sources.Records]:
+def _records(job: Job, store: Store, num_rows: int) -> Iterator[sources.Records]:
+    """The first records, file after file, with the example ids that they will have."""
     fields = dict(job.spec.source.fields)
+    first = 0
     for number, one in enumerate(job.inputs):
         index = sources.index_input(
-            one, store=store, work_key=f"work/{number}", random_access=False, fields=fields
+            one,
+            store=store,
+            work_key=f"work/{number}",
+            random_access=False,
+            fields=fields,
+            max_records=num_rows,
         )
         for partition in sources.cut([index], shuffle_seed=None):
-            yield from sources.read_partition(partition, store=store, fields=fields)
+            for records in sources.read_partition(partition, store=store, fields=fields):
+                yield dataclasses.replace(
+                    records,
+                    example_ids=records.example_ids + first,
+                    errors=[
+                        dataclasses.replace(one, example_id=one.example_id + first) for one in records.errors
+                    ],
+                )
+        first += index.file.num_records
 
 
-def _examples(records: sources.Records, rendered: Rendered, tokenizer: Tokenizer | None) -> Iterator[Example]:
+def _examples(records: sources.Records, rendered: Rendered, texts: _Texts, wanted: int) -> Iterator[Example]:
+    """The first `wanted` rows, and the unreadable ones among them."""
+    if not wanted:
+        return
     wrong = dict(rendered.errors)
     bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
-    for row, (start, stop) in enumerate(pairwise(bounds)):
-        pairs = zip(
-            rendered.input_ids[start:stop].tolist(), rendered.loss_mask[start:stop].tolist(), strict=True
-        )
+    for row, (start, stop) in enumerate(islice(pairwise(bounds), wanted)):
+        ids, trained = rendered.input_ids[start:stop], rendered.loss_mask[start:stop].copy()
+        trained[:1] = False  # of a segment the first token is never trained: nothing comes before it
+        pairs = zip(ids[:SHOWN_TOKENS].tolist(), trained[:SHOWN_TOKENS].tolist(), strict=True)
         yield Example(
             example=int(records.example_ids[row]),
             place=str(records.locations[row]),
-            # The first token of a segment is never trained: nothing comes before it.
-            tokens=[
-                Token(id=i, text=_text(i, tokenizer), trained=trained and at > 0)
-                for at, (i, trained) in enumerate(pairs)
-            ],
+            num_tokens=len(ids),
+            num_trained=int(np.count_nonzero(trained)),
+            tokens=[Token(id=i, text=texts.of(i), trained=is_trained) for i, is_trained in pairs],
             error=wrong.get(row),
         )
     for error in records.errors:
-        yield Example(example=error.example_id, place=error.location, tokens=[], error=error.reason)
+        yield Example(
+            example=error.example_id,
+            place=error.location,
+            num_tokens=0,
+            num_trained=0,
+            tokens=[],
+            error=error.reason,
+        )
+
+
+class _Texts:
+    """The text of each token that is shown."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def of(self, token_id: int) -> str:
+        if token_id not in self._known:
+            self._known[token_id] = _text(token_id, self._tokenizer)
+        return self._known[token_id]
 
 
 def _text(token_id: int, tokenizer: Tokenizer | None) -> str:
@@ -138,6 +182,7 @@ class _Notes:
             segment_multiple=packing.segment_multiple,
             pack_multiple=packing.pack_multiple,
         ).segment
+        self._repacks = sources.is_packed(job.inputs)
         self._bos = tokenizer.bos_id if tokenizer is not None else None
         self._control = tokenizer.is_control if tokenizer is not None else None
         self._counts: Counter[str] = Counter()
@@ -147,9 +192,15 @@ class _Notes:
     def num_rows(self) -> int:
         return self._counts["rows"]
 
+    @property
+    def num_tokens(self) -> int:
+        return self._counts["tokens"]
+
     def add(self, rendered: Rendered, *, num_unreadable: int) -> None:
         self._counts["rows"] += len(rendered.lengths) + num_unreadable
+        self._counts["tokens"] += len(rendered.input_ids)
         self._counts["unusable"] += len(rendered.errors) + num_unreadable
+        self._counts["empty"] += int(np.count_nonzero(rendered.lengths == 0)) - len(rendered.errors)
         bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
         for start, stop in pairwise(bounds):
             if start < stop:
@@ -171,15 +222,20 @@ class _Notes:
         texts = {
             "unusable": "cannot be used (see source.on_bad_row)",
             "long": f"are longer than a pack takes ({self._limit} tokens; see packing.overlong)",
-            "untrained": "train no token and will be left out",
+            "empty": "have no tokens and will be left out",
+            "untrained": "train no token" + ("" if self._repacks else " and will be left out"),
             "two_bos": "begin with two BOS tokens: take one out, or set tokenizer.add_bos to false",
             "twice": "have the tokens of an earlier row: duplicates",
         }
         found = [
-            f"{counts[name]:,} of the first {self.num_rows:,} rows {text}"
+            f"{count:,} of the first {self.num_rows:,} rows ({_percent(count, self.num_rows)}) {text}"
             for name, text in texts.items()
-            if counts[name]
+            if (count := counts[name])
         ]
         if whole and self._control is not None and not counts["ended"]:
             found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
         return found
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if part * 100 >= whole else "under 1%"

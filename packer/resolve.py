@@ -19,15 +19,16 @@ from packer.store import Store
 from packer.tokenization import Bundle, Tokenizer
 
 
-def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None) -> Job:
+def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None, identify: bool = True) -> Job:
     """Settle what a spec leaves open and identify its content; saves the tokenizer into the store.
 
     `roots`: folders that local paths must lie in; None allows all. Takes as long as reading the inputs
-    once. Raises SpecError, SourceError, TokenizerError, RenderError.
+    once; not so without `identify`, for previews: then the job has no id, and cannot be packed. Raises
+    SpecError, SourceError, TokenizerError, RenderError.
     """
     if sources.names_dataset(spec.source.paths):
         return _resolve_repack(spec, store, roots)
-    inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots)
+    inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots, digests=identify)
     format_, fields = sources.detect_format(inputs, spec.source)
     allowed = LOSSES[format_]
     if spec.loss != "auto" and spec.loss not in allowed:
@@ -56,7 +57,7 @@ def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None) ->
     # Made once here, so that a template that cannot be used is told before any work is done.
     renderer = make_renderer(resolved, tokenizer)
     return Job(
-        dataset=dataset_id(resolved, inputs=inputs, tokenizer_digest=digest),
+        dataset=dataset_id(resolved, inputs=inputs, tokenizer_digest=digest) if identify else "",
         spec=resolved,
         inputs=inputs,
         tokenizer_digest=digest,

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from packer.runners import Runner
-from service import datasets, events, health, problems, reports, shards, steps, stream, uploads
+from service import datasets, events, health, previews, problems, reports, shards, steps, stream, uploads
 from service.auth import BearerTokens
 from service.requests import RequestContext
 from service.scheduler import Scheduler
@@ -48,7 +48,7 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
         lifespan=_lifespan,
     )
     app.state.padfree = service
-    for part in (uploads, datasets, events, shards, stream, reports, steps, health):
+    for part in (uploads, previews, datasets, events, shards, stream, reports, steps, health):
         app.include_router(part.router)
     _add_pages(app)
     problems.install(app)

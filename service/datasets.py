@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import json
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -17,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 
 from packer import logs
 from packer.manifest import dataset_key, lock_key, remove_dataset, write_origin
-from packer.spec import Job, Spec, SpecError, canonical_json, job_to_document, parse_spec
+from packer.spec import Job, canonical_json, job_to_document
 from packer.store import NoSpaceLeft, Store
-from service import problems, uploads
+from service import problems, specs
 from service.auth import known_parameters_only
 from service.feeds import cancelled_key
 from service.requests import read_body
@@ -55,8 +52,8 @@ async def post_dataset(
     """Pack what a spec asks for. The same spec and content give the same dataset."""
     if service.scheduler is None:
         raise problems.read_only()
-    spec = _parse(await read_body(request, service.settings.max_spec_bytes))
-    job = await service.long_in_thread(_resolve, spec, service)
+    document = specs.json_of(await read_body(request, service.settings.max_spec_bytes))
+    job = await service.long_in_thread(specs.resolved, specs.parsed(document), service, service.store)
     is_new = await service.long_in_thread(_register, job, service.store, logs.request_id.get())
     if is_new:
         service.scheduler.submit(job.dataset)
@@ -66,39 +63,6 @@ async def post_dataset(
         raise problems.unknown_dataset(job.dataset)
     headers = {"Location": f"/v1/datasets/{job.dataset}"}
     return JSONResponse(view, status_code=202 if is_new else 200, headers=headers)
-
-
-def _parse(body: bytes) -> Spec:
-    try:
-        document = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise problems.malformed_json(f"a spec as a JSON object is required; {error}") from error
-    try:
-        return parse_spec(document)
-    except SpecError as error:
-        raise problems.bad_spec(error.field, error.detail) from error
-
-
-def _resolve(spec: Spec, service: Service) -> Job:
-    # Imported here: a replica that only serves loads neither tokenizers nor sources.
-    from packer.render import RenderError
-    from packer.resolve import resolve
-    from packer.sources import SourceError
-    from packer.tokenization import TokenizerError
-
-    roots: tuple[Path, ...] = service.settings.data_roots
-    paths = uploads.local_paths(spec.source.paths, service.store)
-    if paths != spec.source.paths:
-        spec = dataclasses.replace(spec, source=dataclasses.replace(spec.source, paths=paths))
-        roots += uploads.roots(service.store)
-    try:
-        return resolve(spec, store=service.store, roots=roots)
-    except SpecError as error:
-        raise problems.bad_spec(error.field, error.detail) from error
-    except SourceError as error:
-        raise problems.bad_spec(getattr(error, "field", None) or "source.paths", str(error)) from error
-    except (TokenizerError, RenderError) as error:
-        raise problems.bad_spec(getattr(error, "field", None) or "tokenizer.path", str(error)) from error
 
 
 def _register(job: Job, store: Store, request_id: str | None) -> bool:

@@ -38,6 +38,31 @@ class DatasetView(BaseModel):
     request_id: str | None = Field(None, description="Of the request that asked for it last.")
 
 
+class TokenView(BaseModel):
+    id: int
+    text: str
+    trained: bool
+
+
+class ExampleView(BaseModel):
+    """A row as it would be trained, or why it cannot be used."""
+
+    example: int
+    place: str = Field(description="File and line of the row")
+    num_tokens: int
+    num_trained: int
+    tokens: list[TokenView] = Field(description="The first 16,384 of them")
+    error: str | None = None
+
+
+class PreviewView(BaseModel):
+    """The first examples of a spec, and warnings about its first rows."""
+
+    examples: list[ExampleView]
+    warnings: list[str]
+    num_rows: int = Field(description="How many rows the warnings are about")
+
+
 class DatasetList(BaseModel):
     datasets: list[DatasetView]
 
@@ -150,3 +175,9 @@ class SpecModel(BaseModel):
     loss: Literal["auto", "all", "completion", "assistant", "last_assistant"] = "auto"
     packing: PackingModel = Field(default_factory=PackingModel)
     shuffle_seed: int | None = 0
+
+
+class PreviewSpecModel(SpecModel):
+    """A spec, and how many examples to show."""
+
+    examples: int = Field(default=5, ge=1, le=100)

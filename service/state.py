@@ -32,6 +32,7 @@ class OpenStream(Protocol):
         ...
 
 
+_PREVIEWS_AT_ONCE = 2  # each takes a core for some seconds
 _NUM_READERS = 8  # threads that read the store; long work has threads of its own
 
 
@@ -48,6 +49,7 @@ class Service:
         self.blocks, self.steps = BlockCache(), StepsCache()
         self.scheduler: Scheduler | None = None  # None: this replica does not pack
         self.stopping = asyncio.Event()  # open streams are to be cut
+        self.preview_turns = asyncio.Semaphore(_PREVIEWS_AT_ONCE)
         self.num_streams = 0
         self.streams: set[OpenStream] = set()
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -42,14 +42,14 @@ class _Found:
 
 
 def resolve_inputs(
-    paths: Sequence[str], *, roots: Sequence[Path] | None
+    paths: Sequence[str], *, roots: Sequence[Path] | None, digests: bool = True
 ) -> tuple[tuple[InputFile, ...], tuple[str, ...]]:
     """The files that `paths` (files, folders, globs, urls) name, in order, and the names that were ignored.
 
     Folders are read with all that lies in them, sorted by name; hidden files and unknown suffixes of a
     folder or glob are ignored and listed. A file named twice is read twice. With `roots` relative
     paths are looked up in each root in turn, and nothing outside the roots is read, not through
-    symbolic links either. Raises SourceError.
+    symbolic links either. `digests`: as of `identify`. Raises SourceError.
     """
     found = _Found(roots=None if roots is None else tuple(Path(root).resolve() for root in roots))
     for path in paths:
@@ -61,7 +61,8 @@ def resolve_inputs(
                 f"{path}: no input file in it; known are {KNOWN}"
                 + (f"; ignored were {_some(left_out)}" if left_out else "")
             )
-    named = iter(identify([(path, *reader_of(path)) for path in found.files if isinstance(path, str)]))
+    files = [(path, *reader_of(path)) for path in found.files if isinstance(path, str)]
+    named = iter(identify(files, digests=digests))
     inputs = tuple(next(named) if isinstance(file, str) else file for file in found.files)
     return inputs, tuple(found.ignored)
 

@@ -21,7 +21,7 @@ from packer.sources.parse import roots
 from packer.sources.remote import is_remote
 from packer.sources.saved import INDEX_VERSION, load_index, save_index
 from packer.sources.segments import index_packed
-from packer.sources.streams import Spool, Stream, blocks, changed, open_stream, spool, spool_key
+from packer.sources.streams import Spool, Stream, blocks, changed, open_input, open_stream, spool, spool_key
 from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
 from packer.spec import InputFile
 from packer.store import Store
@@ -39,6 +39,15 @@ class _Task:
     max_unpacked_bytes: int
     max_row_bytes: int
     mtime_ns: int
+    max_records: int | None
+
+    def enough(self, num_records: int) -> bool:
+        """Whether what was found will do: a record that another follows is whole."""
+        return self.max_records is not None and num_records > self.max_records
+
+    def first(self, num_records: int) -> int:
+        """How many of the records found are asked for."""
+        return num_records if self.max_records is None else min(num_records, self.max_records)
 
     def key(self, *what: str) -> str:
         return spool_key(self.work_key, self.input, *what)
@@ -67,6 +76,7 @@ def index_input(
     fields: Mapping[str, str],
     max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
     max_row_bytes: int = MAX_ROW_BYTES,
+    max_records: int | None = None,
 ) -> FileIndex:
     """Count an input's records and find where reading can begin; spool what is not seekable.
 
@@ -74,6 +84,8 @@ def index_input(
     `random_access` is what a shuffle needs: the place of every record. `fields` (our names: names in
     the source) says which columns of a table are in use. Memory is bounded whatever the file's size.
     The index is kept there too, and a later call takes it from there, whoever made it (packer.sources.saved).
+    `max_records`: an index of the first records alone, and no more of the input is read than they take (of
+    compressed tables all, since they must be unpacked).
     Raises SourceError for a file that is not what it should be, StoreError where the store is full.
     """
     if input.reader == READER:
@@ -87,8 +99,9 @@ def index_input(
         max_unpacked_bytes=max_unpacked_bytes,
         max_row_bytes=max_row_bytes,
         mtime_ns=_check_identity(input),
+        max_records=max_records,
     )
-    limits = (str(max_unpacked_bytes), str(max_row_bytes))
+    limits = (str(max_unpacked_bytes), str(max_row_bytes), str(max_records))
     key = f"{task.key('index', INDEX_VERSION, str(random_access), *limits, *sorted(task.names))}.index"
     saved = load_index(store, key, input, task.mtime_ns)
     if saved is not None:
@@ -122,16 +135,19 @@ def _index_lines(task: _Task) -> FileIndex:
             indexer.feed(block)
             if unpacked is not None:
                 unpacked.write(block)
+            if task.enough(indexer.num_records):
+                break
         marks = indexer.finish()
+    num_records = task.first(indexer.num_records)
     file = task.file(
         layout="lines",
         unit="line",
-        num_records=indexer.num_records,
+        num_records=num_records,
         num_bytes=indexer.num_bytes,
         spool=unpacked_key,
         offsets=offsets_key,
     )
-    return FileIndex(file=file, marks=marks)
+    return FileIndex(file=file, marks=marks[marks["ordinal"] < max(1, num_records)])
 
 
 def _index_converted(task: _Task, lines: Iterable[bytes], unit: Unit, *what: str) -> FileIndex:
@@ -140,7 +156,11 @@ def _index_converted(task: _Task, lines: Iterable[bytes], unit: Unit, *what: str
     offsets_key = f"{key}.offsets" if task.random_access else None
     with task.spool(offsets_key) as offsets, spool(task.store, f"{key}.jsonl") as file:
         lines_out = LineSpool(file, offsets)
+        num_records = 0
         for line in lines:
+            num_records += bool(line)  # CSV's blank lines keep line numbers
+            if task.enough(num_records):
+                break
             lines_out.write(line)
         marks = lines_out.finish()
     record_file = task.file(
@@ -156,7 +176,11 @@ def _index_converted(task: _Task, lines: Iterable[bytes], unit: Unit, *what: str
 
 def _index_table(task: _Task) -> FileIndex:
     input = task.input
-    with _open_table(task) as (table, forget):
+    if task.max_records is not None and input.compression is None and is_remote(input.path):
+        opened = _open_remote_table(task)
+    else:
+        opened = _open_table(task)
+    with opened as (table, forget):
         if input.reader == "parquet":
             columns = tabular.columns_in_use(table.schema_arrow, task.names)
             marks, num_bytes = tabular.parquet_marks(table, columns)
@@ -201,6 +225,16 @@ def _index_document(task: _Task) -> FileIndex:
                 num_bytes += len(block)
     file = task.file(layout="document", unit="line", num_records=1, num_bytes=num_bytes, spool=key)
     return FileIndex(file=file, marks=np.array([(0, 0, 0, 0, 1)], MARK))
+
+
+@contextlib.contextmanager
+def _open_remote_table(task: _Task) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A table of an object store without a copy: for its first rows alone, since each read is a request."""
+    with (
+        open_input(task.input.path) as file,
+        tabular.open_table(task.input.path, file, task.input.reader) as table,
+    ):
+        yield table, lambda: None
 
 
 @contextlib.contextmanager

@@ -106,9 +106,10 @@ def finished(dataset: str, store: Store) -> Manifest:
 
 def _warnings(dataset: str, job: Job, counters: Counters) -> tuple[str, ...]:
     """What is not in the dataset any more, and so not in what is made of it."""
+    longest = job.spec.packing.capacities[-1]
     said = {
-        "rows_truncated": f"were cut to its max_tokens={job.spec.packing.max_tokens}, and stay so",
-        "rows_overlong": f"were longer than its max_tokens={job.spec.packing.max_tokens} and are not in it",
+        "rows_truncated": f"were cut to its max_tokens={longest}, and stay so",
+        "rows_overlong": f"were longer than its max_tokens={longest} and are not in it",
         "rows_untrained": "had nothing to train and are not in it",
         "rows_rejected": "could not be used and are not in it",
         "rows_split": "were split, and each piece stays an example of its own",

@@ -51,36 +51,44 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
-    from packer.preview import preview
-
-    if args.url:
-        raise CommandError("--preview works here, not at a service: leave --url out", status=2)
     if args.preview < 1:
         raise CommandError(f"--preview: at least 1 example is required, found {args.preview}", status=2)
-    with common.scratch_store(args) as store:
-        job = resolve_here(document, store)
-        try:
-            found = preview(job, store, args.preview)
-        except (ValueError, OSError) as error:  # of reading, rendering and the store
-            raise CommandError(str(error)) from None
+    if args.url:
+        asked = {**document, "examples": args.preview}
+        found = common.request(args, "POST", "/v1/datasets/preview", asked)
+    else:
+        found = _preview_here(args, document)
     if not args.json:
-        for example in found.examples:
-            sizes = f"{len(example.tokens)} tokens, {sum(token.trained for token in example.tokens)} trained"
-            print(f"example {example.example} ({example.place}): {sizes}")
-            print(f"  {example.error}" if example.error else _shown(example.tokens, sys.stdout.isatty()))
-        for warning in found.warnings:
+        for example in found["examples"]:
+            sizes = f"{example['num_tokens']:,} tokens, {example['num_trained']:,} trained"
+            print(f"example {example['example']} ({example['place']}): {sizes}")
+            print(f"  {example['error']}" if example["error"] else _shown(example, sys.stdout.isatty()))
+        for warning in found["warnings"]:
             print(f"warning: {warning}")
-    common.print_result(args, dataclasses.asdict(found))
+    common.print_result(args, found)
     return 0
 
 
-def _shown(tokens: list[Any], colour: bool) -> str:
+def _preview_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, Any]:
+    from packer.preview import preview
+
+    with common.scratch_store(args) as store:
+        job = resolve_here(document, store, identify=False)
+        try:
+            return dataclasses.asdict(preview(job, store, args.preview))
+        except (ValueError, OSError) as error:  # of reading, rendering and the store
+            raise CommandError(str(error)) from None
+
+
+def _shown(example: dict[str, Any], colour: bool) -> str:
     """Tokens between bars; trained ones in green, or in [brackets] where there is no colour."""
     opening, closing = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
     texts = []
-    for token in tokens:
-        text = token.text.replace("\x1b", "\\x1b").replace("\r", "\\r").replace("\n", "\\n\n")
-        texts.append(f"{opening}{text}{closing}" if token.trained else text)
+    for token in example["tokens"]:
+        text = token["text"].replace("\x1b", "\\x1b").replace("\r", "\\r").replace("\n", "\\n\n")
+        texts.append(f"{opening}{text}{closing}" if token["trained"] else text)
+    if left := example["num_tokens"] - len(texts):
+        texts.append(f"… {left:,} more")
     return "|".join(texts)
 
 

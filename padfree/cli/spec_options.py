@@ -113,8 +113,9 @@ def _absolute(path: str) -> str:
     return str(Path(path).absolute()) if "://" not in path and Path(path).exists() else path
 
 
-def resolve_here(document: dict[str, Any], store: Any) -> Any:
-    """The job of a spec, with errors as a command tells them. `store`: a packer.store.Store."""
+def resolve_here(document: dict[str, Any], store: Any, *, identify: bool = True) -> Any:
+    """The job of a spec, with errors as a command tells them. `store`: a packer.store.Store; `identify`:
+    as of packer.resolve.resolve."""
     from packer.render import RenderError
     from packer.resolve import resolve
     from packer.sources import SourceError
@@ -122,7 +123,7 @@ def resolve_here(document: dict[str, Any], store: Any) -> Any:
     from packer.tokenization import TokenizerError
 
     try:
-        return resolve(parse_spec(document), store=store)
+        return resolve(parse_spec(document), store=store, identify=identify)
     except SpecError as error:
         raise CommandError(str(error), status=2) from None
     except (SourceError, TokenizerError, RenderError, OSError) as error:

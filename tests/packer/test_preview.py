@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import toy
 from packing_job import pack_document, spec_of, write_rows, write_tokenizer
@@ -15,8 +18,33 @@ from packing_job import pack_document, spec_of, write_rows, write_tokenizer
 from packer.bundle import Bundle
 from packer.preview import Preview, preview
 from packer.resolve import resolve
+from packer.sources import identity
 from packer.spec import parse_spec
 from packer.store import LocalStore
+
+WORDS = [chr(ord("a") + i) for i in range(26)]
+
+
+def write_as(path: Path, texts: list[str]) -> Path:
+    """Texts as a file of the kind that its name says."""
+    rows = [{"text": text} for text in texts]
+    table = pa.table({"text": texts})
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=200)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, 200)
+    else:
+        path.write_bytes(
+            {
+                ".jsonl": lines,
+                ".gz": gzip.compress(lines),
+                ".json": json.dumps(rows).encode(),
+                ".csv": "\n".join(["text", *texts]).encode(),
+            }[path.suffix]
+        )
+    return path
 
 
 def previewed(
@@ -47,7 +75,7 @@ def test_a_bad_row_stands_in_its_place(tmp_path: Path) -> None:
     found, _ = previewed(tmp_path, rows)
     assert [example.error is None for example in found.examples] == [True, False, True]
     assert "a text is required" in (found.examples[1].error or "")
-    assert any("1 of the first 3 rows cannot be used" in warning for warning in found.warnings)
+    assert any("1 of the first 3 rows (33%) cannot be used" in warning for warning in found.warnings)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +85,29 @@ def test_a_bad_row_stands_in_its_place(tmp_path: Path) -> None:
             [{"text": "a b c d e f g"}],
             {"packing": {"max_tokens": 4}},
             None,
-            "1 of the first 1 rows are longer",
+            "1 of the first 1 rows (100%) are longer",
         ),
         ([{"input_ids": [20, 21], "labels": [20, -100]}], {}, None, "train no token"),
-        ([{"text": "a b"}, {"text": "a b"}], {}, None, "1 of the first 2 rows have the tokens of an earlier"),
+        (
+            [{"text": "a b"}, {"text": "a b"}],
+            {},
+            None,
+            "rows (50%) have the tokens of an earlier",
+        ),
         ([{"text": "a"}], {}, toy.bundle(eos=False), "will not learn to stop"),
+        ([{"text": "a"}, {"text": ""}], {}, None, "1 of the first 2 rows (50%) have no tokens"),
+        (
+            [{"text": "a"}] * 300 + [{"text": 1}],
+            {},
+            None,
+            "301 rows (under 1%) cannot be used",
+        ),
+        (
+            [toy.chat(("user", "a"), ("assistant", "b"))],
+            {},
+            toy.bundle(chat_template=toy.T1_UNMARKED_PROMPT),
+            "no {% generation %} markers",
+        ),
         ([{"input_ids": [1, 1, 20, 2]}], {}, None, "begin with two BOS"),
         ([toy.chat(("user", "a"), ("assistant", "b"))], {}, toy.bundle(chat_template=toy.T2), "outside its"),
     ],
@@ -71,6 +117,60 @@ def test_warnings(
 ) -> None:
     found, _ = previewed(tmp_path, rows, bundle=bundle, **more)
     assert any(warning in text for text in found.warnings), found.warnings
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv", "a.parquet", "a.arrow"])
+def test_no_more_is_read_than_the_first_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(identity, "content_digests", None)  # which reads all
+    texts = [f"{WORDS[number % 26]} w{100 + number % 300} b" for number in range(1500)]
+    path = write_as(tmp_path / name, texts)
+    document = spec_of([str(path), str(path)], write_tokenizer(tmp_path / "tokenizer"))
+    store = LocalStore(tmp_path / "preview")
+    found = preview(resolve(parse_spec(document), store=store, identify=False), store, 3)
+    assert found.num_rows == 1000
+    assert [one.example for one in found.examples] == [0, 1, 2]
+    assert ["".join(token.text for token in one.tokens) for one in found.examples] == [
+        f"{text.replace(' ', '')}<eos>" for text in texts[:3]
+    ]
+    used = sum(file.stat().st_size for file in (tmp_path / "preview" / "work").rglob("*") if file.is_file())
+    assert used < 100_000
+
+
+def test_a_damaged_end_is_not_seen(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    line = json.dumps({"text": "a b " * 3000}).encode() + b"\n"
+    data = gzip.compress(line * 1000)
+    path.write_bytes(data[:-5000])  # 12 MB unpacked, of which the end is missing
+    store = LocalStore(tmp_path / "preview")
+    document = spec_of(path, write_tokenizer(tmp_path / "tokenizer"), packing={"max_tokens": 8192})
+    job = resolve(parse_spec(document), store=store, identify=False)
+    found = preview(job, store, 2, sample_rows=50)
+    assert (len(found.examples), found.num_rows) == (2, 50)
+
+
+def test_examples_of_the_second_file_have_their_ids(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "a.jsonl", [{"text": "a"}, {"text": 1}])
+    second = write_rows(tmp_path / "b.jsonl", [{"text": "b"}, {"text": 2}, {"text": "c"}])
+    document = spec_of(
+        [str(first), str(second)], write_tokenizer(tmp_path / "tokenizer"), source={"on_bad_row": "skip"}
+    )
+    store = LocalStore(tmp_path / "preview")
+    found = preview(resolve(parse_spec(document), store=store), store, 5)
+    packed = pack_document(tmp_path / "store", document)
+    assert [one.example for one in found.examples] == [0, 1, 2, 3, 4]
+    assert {one.example for one in found.examples if not one.error} == set(packed.segments)
+    assert [one.place.rpartition("/")[2] for one in found.examples][1:4] == [
+        "a.jsonl, line 2", "b.jsonl, line 1", "b.jsonl, line 2"
+    ]  # fmt: skip
+
+
+def test_of_a_long_example_the_rest_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("packer.preview.SHOWN_TOKENS", 3)
+    found, _ = previewed(tmp_path, [{"prompt": "a b", "completion": "c d e"}])
+    (one,) = found.examples
+    assert (one.num_tokens, one.num_trained, len(one.tokens)) == (6, 4, 3)
 
 
 def test_no_warning_where_all_is_well(tmp_path: Path) -> None:
@@ -93,4 +193,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert [token["trained"] for token in found["examples"][0]["tokens"]] == [False, True, True, True]
     assert not list(tmp_path.glob("padfree-store*"))
     assert run("--preview", "0").returncode == 2
-    assert run("--preview", "1", "--url", "http://localhost:1").returncode == 2
+    assert "no padfree service answers" in run("--preview", "1", "--url", "http://localhost:1").stderr

@@ -95,6 +95,7 @@ LAYOUTS = [
     {"max_tokens": 128, "strategy": "minibatch", "minibatch_size": 4},
     {"max_tokens": 64, "strategy": "step", "step_size": 8},
     {"max_tokens": 64, "segment_multiple": 8, "pack_multiple": 16},
+    {"max_tokens": [16, 40, 96]},
     {"max_tokens": 16, "overlong": "truncate"},
     {"max_tokens": 16, "overlong": "split"},
     {"max_tokens": 16, "overlong": "drop"},
