@@ -77,8 +77,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: S
     try:
         planned = _plan(job, number, rows, counters)
     except PackingError as error:
-        place = f"examples {partition.start} to {partition.stop - 1} in stream order"
-        raise BadRow(f"partition {number} ({place}, counted from 0 in this message): {error}") from error
+        raise BadRow(_placed(job, partition, rows, error)) from error
     shards, index = _write(job, number, rows, planned, counters, store)
     if planned.pack_step is not None and job.spec.packing.step_size is not None:
         index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
@@ -353,6 +352,18 @@ def _capacities(planned: PackPlan) -> list[dict[str, int]]:
         }
         for max_tokens in np.unique(planned.pack_capacity).tolist()
     ]
+
+
+def _placed(job: Job, partition: sources.Partition, rows: _Rows, error: PackingError) -> str:
+    """The text of an error with the mini-batch that is to blame as the user's files have it."""
+    if error.examples is None or error.minibatch is None:
+        return f"examples {partition.start} to {partition.stop - 1} in stream order: {error}"
+    first, last = error.examples
+    size = job.spec.packing.minibatch_size or 1
+    return error.at(
+        f"mini-batch {partition.start // size + error.minibatch} (examples {partition.start + first} to "
+        f"{partition.start + last} in stream order, from {rows.location(first)} to {rows.location(last)})"
+    )
 
 
 # ------------------------------------------------------------------ shards

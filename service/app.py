@@ -14,6 +14,7 @@ from starlette.staticfiles import StaticFiles
 from packer.runners import Runner
 from service import datasets, events, health, previews, problems, reports, shards, steps, stream, uploads
 from service.auth import BearerTokens
+from service.names import DatasetNames
 from service.requests import RequestContext
 from service.scheduler import Scheduler
 from service.settings import Settings
@@ -53,6 +54,7 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
     _add_pages(app)
     problems.install(app)
     # The one added last is outermost: a refused request has an id and a log line too.
+    app.add_middleware(DatasetNames, find=service.find_dataset)
     app.add_middleware(BearerTokens, tokens=settings.tokens)
     app.add_middleware(RequestContext, metrics=service.metrics, stopping=service.stopping)
     return app

@@ -147,6 +147,7 @@ async def delete_dataset(
             )
         await asyncio.sleep(0.1)
     service.feeds.drop(dataset)
+    service.names.pop(dataset, None)  # posted again it may have another
     service.files.forget(dataset_key(dataset))
     log.info("dataset %s was removed", dataset)
     return Response(status_code=204)

@@ -224,7 +224,7 @@ class Feeds:
     async def get(self, dataset: str) -> Feed:
         """The feed of a dataset that the store has. Raises the Problem unknown-dataset."""
         if not _DATASET.fullmatch(dataset):
-            raise problems.malformed_id()
+            raise problems.unknown_name()
         loop = asyncio.get_running_loop()
         key = dataset_key(dataset, "spec.json")
         if not await loop.run_in_executor(self._executor, self._store.exists, key):

@@ -69,10 +69,17 @@ def dataset_removed(dataset: str) -> Problem:
     return Problem("unknown-dataset", 404, "The dataset was removed", detail)
 
 
-def malformed_id() -> Problem:
+def unknown_name() -> Problem:
     # Not repeated in the answer: it may be anything.
-    detail = "a dataset's id is 32 hexadecimal digits (0-9, a-f), found something else"
+    detail = (
+        "there is no such dataset: an id (32 hexadecimal digits), the beginning of one (4 or more) or a name "
+        "is required; GET /v1/datasets lists those that are there"
+    )
     return Problem("unknown-dataset", 404, "Unknown dataset", detail)
+
+
+def ambiguous_dataset(detail: str) -> Problem:
+    return Problem("ambiguous-dataset", 409, "Several datasets are called so", detail)
 
 
 def unknown_shard(dataset: str, detail: str) -> Problem:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from packer.names import find_dataset
 from packer.store import Store, open_store
 from service.daemon import run_in_daemon
 from service.epochs import BlockCache, StepsCache
@@ -46,6 +47,7 @@ class Service:
         self.executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="store")
         self.feeds = Feeds(self.store, self.executor)
         self.files = ShardFiles(self.store)
+        self.names: dict[str, str | None] = {}  # of datasets by id, as far as anybody asked for names
         self.blocks, self.steps = BlockCache(), StepsCache()
         self.scheduler: Scheduler | None = None  # None: this replica does not pack
         self.stopping = asyncio.Event()  # open streams are to be cut
@@ -59,6 +61,10 @@ class Service:
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Short work on the store, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+
+    async def find_dataset(self, text: str) -> str:
+        """The id that a name, or the beginning of an id, means. Raises UnknownName, AmbiguousName."""
+        return await self.in_thread(find_dataset, self.store, text, self.names)
 
     async def long_in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Work that may take minutes; it holds up neither short work nor the end of the process."""

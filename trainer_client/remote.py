@@ -92,6 +92,10 @@ class HttpTransport:
             )
         return self._layout
 
+    def find(self) -> str:
+        """The id of the dataset, which may be called here by its name or the beginning of its id."""
+        return str(self._ask("")["id"])
+
     def spec(self) -> dict[str, Any]:
         return self._view().get("spec") or {}
 

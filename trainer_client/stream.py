@@ -45,7 +45,7 @@ from trainer_client.multiples import require_multiple
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
 from trainer_client.reports import Reporter
-from trainer_client.transport import RequestIds, Transport, open_transport
+from trainer_client.transport import RequestIds, Transport, find_dataset, open_transport
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class PackedStream:
 
     source: the url of a padfree service, or a store folder (no server needed). While the dataset is
         still being packed, the stream follows it.
+    dataset: its id; or the beginning of the id (4 digits or more) or its name, where that is of one alone:
+        then the source is asked at once, and `stream.dataset` is the id.
     rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
         packs_per_step of them as one batch. All ranks take the same number of steps.
     epochs: how many there are in all, counted from the dataset's first. With epochs=3 the stream ends
@@ -108,7 +110,7 @@ class PackedStream:
             raise ValueError(f"epochs: 1 or more is required (or None for no end), found {epochs}")
         if prefetch_steps < 1:
             raise ValueError(f"prefetch_steps: 1 or more is required, found {prefetch_steps}")
-        self.dataset = dataset
+        self.dataset = find_dataset(source, dataset, token=token, timeout_s=timeout_s)
         self._segment_multiple = require_multiple(segment_multiple)
         self._split = Split(
             rank=rank,

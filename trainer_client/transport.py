@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from packer import shard
+from packer import names, shard
 from packer.shard import Pack, ShardError, Stamp
-from packer.store import is_url
+from packer.store import is_url, open_store
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
-from trainer_client.errors import Lost
+from trainer_client.errors import Lost, StreamRefused, StreamTimeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,40 @@ def decode(
         raise Lost(str(error), damaged=True) from error
 
 
+def find_dataset(source: str | os.PathLike[str], text: str, *, token: str | None, timeout_s: float) -> str:
+    """The id of the dataset that `text` means at `source`: an id, the beginning of one, or a name.
+
+    A whole id is taken as it is and connects to nothing. Raises UnknownDataset; StreamRefused for a name
+    of several; StreamTimeout where a service does not answer.
+    """
+    if names.is_id(text):
+        return text
+    if not is_service(source):
+        try:
+            return names.find_dataset(open_store(source), text)
+        except names.UnknownName:
+            return text  # what reads it says so, and where it looked
+        except names.AmbiguousName as error:
+            raise StreamRefused(f"{source}: {error}") from None
+    from trainer_client.remote import HttpTransport
+
+    transport, delay_s = HttpTransport(str(source), text, token=token), 0.1
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return transport.find()
+        except Lost as error:
+            if time.monotonic() >= until:
+                raise StreamTimeout(f"asking for dataset {text!r} for {timeout_s:g} s: {error}") from error
+            time.sleep(max(delay_s, error.wait_s))
+            delay_s = min(2 * delay_s, 5.0)
+
+
+def is_service(source: str | os.PathLike[str]) -> bool:
+    """Whether a source is the url of a service rather than a store."""
+    return str(source).startswith(("http://", "https://"))
+
+
 def open_transport(
     source: str | os.PathLike[str],
     dataset: str,
@@ -130,7 +165,7 @@ def open_transport(
     from trainer_client.folder import FolderTransport
     from trainer_client.remote import HttpTransport
 
-    if str(source).startswith(("http://", "https://")):
+    if is_service(source):
         # Long enough to be no trouble, short enough for several tries before the timeout.
         silence_s = max(0.25, min(60.0, timeout_s / 10))
         return HttpTransport(str(source), dataset, token=token, silence_s=silence_s, ids=ids)

@@ -69,6 +69,12 @@ def _split(example: Int64, lengths: Int64, longest: int, min_piece: int) -> Piec
     )
 
 
+def _examples(pieces: Pieces, minibatch: int, minibatch_size: int) -> tuple[int, int]:
+    """First and last example of a mini-batch that have tokens."""
+    own = pieces.example[pieces.example // minibatch_size == minibatch]
+    return int(own[0]), int(own[-1])
+
+
 def fit_minibatches(
     pieces: Pieces, capacity: Capacity, minibatch_size: int, *, overlong: str, truncate_side: str
 ) -> Pieces:
@@ -89,9 +95,11 @@ def fit_minibatches(
         k = int(over[0])
         raise PackingError(
             f"a mini-batch is one pack of at most {capacity.pack} tokens, found {len(over)} longer ones, the "
-            f"first mini-batch {k} (examples {k * minibatch_size} to {(k + 1) * minibatch_size - 1}) with "
-            f"{totals[k]} tokens, the longest with {totals.max()}; raise max_tokens to {totals.max()} (packs "
-            f'take no more than they need), lower minibatch_size, or set overlong to "truncate" or "drop"'
+            f"first {{mini-batch}} with {totals[k]} tokens, the longest with {totals.max()}; raise "
+            f"max_tokens to {totals.max()} (packs take no more than they need), lower minibatch_size, or set "
+            'overlong to "truncate" or "drop"',
+            minibatch=k,
+            examples=_examples(pieces, k, minibatch_size),
         )
     start, length = pieces.start.copy(), pieces.length.copy()
     bounds = np.searchsorted(group, np.stack([over, over + 1]))
@@ -105,8 +113,10 @@ def fit_minibatches(
         level = _common_length(pieces.length[a:b], capacity)
         if not level:
             raise PackingError(
-                f"mini-batch {k} has {b - a} examples, which take {capacity.segment_multiple} tokens or more "
-                f"each in a pack of {capacity.pack}; raise max_tokens or lower minibatch_size"
+                f"{{mini-batch}} has {b - a} examples, which take {capacity.segment_multiple} tokens or more "
+                f"each in a pack of {capacity.pack}; raise max_tokens or lower minibatch_size",
+                minibatch=k,
+                examples=_examples(pieces, k, minibatch_size),
             )
         length[a:b] = np.minimum(length[a:b], level)
     lost = pieces.length - length

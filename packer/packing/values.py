@@ -13,7 +13,23 @@ Int64 = NDArray[np.int64]
 
 
 class PackingError(ValueError):
-    """Lengths that cannot be packed as asked, or options that contradict each other."""
+    """Lengths that cannot be packed as asked, or options that contradict each other.
+
+    Where a mini-batch is to blame, `minibatch` is its number and `examples` its first and last example, as
+    places in `lengths`; `at(place)` is the text for whoever knows a better name of it.
+    """
+
+    _PLACE = "{mini-batch}"
+
+    def __init__(
+        self, text: str, *, minibatch: int | None = None, examples: tuple[int, int] | None = None
+    ) -> None:
+        self._text, self.minibatch, self.examples = text, minibatch, examples
+        first, last = examples or (0, 0)
+        super().__init__(self.at(f"mini-batch {minibatch} (examples {first} to {last})"))
+
+    def at(self, place: str) -> str:
+        return self._text.replace(self._PLACE, place)
 
 
 def require_count(name: str, value: object) -> None:

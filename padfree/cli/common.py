@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -72,6 +73,21 @@ def store_of(args: argparse.Namespace, *, must_exist: bool) -> Any:
     except StoreError as error:
         raise CommandError(str(error), status=2) from None
     return store
+
+
+def find_here(store: Any, text: str) -> str:
+    """The id of the dataset of a store that the user means by an id, its beginning, or a name."""
+    from packer.names import find_dataset
+
+    try:
+        return find_dataset(store, text)
+    except LookupError as error:
+        raise CommandError(f"{store.url}: {error}") from None
+
+
+def dataset_path(text: str) -> str:
+    """The path of a dataset at a service, as the user calls it."""
+    return f"/v1/datasets/{urllib.parse.quote(text, safe='')}"
 
 
 def request(

@@ -11,7 +11,7 @@ from padfree.cli.common import CommandError
 
 def add(verbs: Any) -> None:
     parser = verbs.add_parser("datasets", help="list datasets, or remove one")
-    parser.add_argument("--remove", metavar="ID", help="remove this dataset")
+    parser.add_argument("--remove", metavar="DATASET", help="remove this one: id, its beginning, or name")
     common.add_place(parser)
     common.add_json(parser)
     parser.set_defaults(run=run)
@@ -19,8 +19,7 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.remove:
-        _remove(args)
-        common.print_result(args, {"removed": args.remove})
+        common.print_result(args, {"removed": _remove(args)})
         return 0
     views = common.request(args, "GET", "/v1/datasets")["datasets"] if args.url else _views_here(args)
     if not args.json:
@@ -38,29 +37,63 @@ def _views_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [view for view in views if view is not None]
 
 
-def _remove(args: argparse.Namespace) -> None:
+def _remove(args: argparse.Namespace) -> str:
+    """Remove a dataset; returns its id."""
     if args.url:
-        common.request(args, "DELETE", f"/v1/datasets/{args.remove}")
-        return
-    from packer.manifest import list_datasets, lock_key, remove_dataset
+        path = common.dataset_path(args.remove)
+        dataset: str = common.request(args, "GET", path)["id"]
+        common.request(args, "DELETE", common.dataset_path(dataset))
+        return dataset
+    from packer.manifest import lock_key, remove_dataset
 
     store = common.store_of(args, must_exist=True)
-    if args.remove not in list_datasets(store):
-        raise CommandError(f"there is no dataset {args.remove} in {store.url}; `padfree datasets` lists them")
-    with store.lock(lock_key(args.remove)) as mine:
+    dataset = common.find_here(store, args.remove)
+    with store.lock(lock_key(dataset)) as mine:
         if not mine:
-            raise CommandError(f"dataset {args.remove} is being packed; stop that first")
-        remove_dataset(store, args.remove)
+            raise CommandError(f"dataset {dataset} is being packed; stop that first")
+        remove_dataset(store, dataset)
+    return dataset
 
 
 def _print_table(views: list[dict[str, Any]]) -> None:
     if not views:
-        print("no datasets")
+        print("no datasets; `padfree pack` makes one")
         return
-    print(f"{'id':32}  {'state':9}  {'packs':>9}  {'fill':>6}  name")
-    for view in views:
-        report, progress = view["report"], view["progress"]
-        fill = f"{report['fill']:.4f}" if report else "-"
-        print(
-            f"{view['id']}  {view['state']:9}  {progress['num_packs']:>9,}  {fill:>6}  {view['name'] or ''}"
+    rows = [("id", "state", "created (UTC)", "packs", "fill", "size", "name", "source")]
+    for view in sorted(views, key=lambda view: view.get("created") or ""):
+        progress, fill = view["progress"], (view["report"] or {}).get("fill")
+        rows.append(
+            (
+                view["id"][:12],
+                view["state"],
+                (view.get("created") or "-").replace("T", " ")[:16],
+                f"{progress.get('num_packs', 0):,}",
+                "-" if fill is None else f"{fill:.4f}",
+                _size(progress.get("num_bytes", 0)),
+                view["name"] or "-",
+                _source(view),
+            )
         )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = (3, 4, 5)  # numbers
+    for row in rows:
+        cells = [
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _source(view: dict[str, Any]) -> str:
+    paths = ((view.get("spec") or {}).get("source") or {}).get("paths") or ["-"]
+    first = paths[0] if len(paths[0]) <= 48 else f"…{paths[0][-47:]}"
+    return f"{first} and {len(paths) - 1} more" if len(paths) > 1 else first

@@ -15,7 +15,7 @@ def add(verbs: Any) -> None:
     parser = verbs.add_parser(
         "inspect", help="show a dataset's report and first packs, or those of a shard file"
     )
-    parser.add_argument("what", metavar="DATASET|SHARD", help="a dataset's id, or a shard file")
+    parser.add_argument("what", metavar="DATASET|SHARD", help="a dataset by id or name, or a shard file")
     parser.add_argument("--packs", type=int, default=3, metavar="N", help="packs to show (3)")
     common.add_place(parser)
     common.add_json(parser)
@@ -79,15 +79,16 @@ def _packs(data: bytes, count: int, name: str) -> Iterator[dict[str, Any]]:
 
 def _dataset(args: argparse.Namespace) -> dict[str, Any]:
     if args.url:
-        return common.request(args, "GET", f"/v1/datasets/{args.what}")
+        return common.request(args, "GET", common.dataset_path(args.what))
     from packer.manifest import Manifest
     from packer.view import dataset_view
 
     store = common.store_of(args, must_exist=True)
-    view = dataset_view(store, args.what)
+    dataset = common.find_here(store, args.what)
+    view = dataset_view(store, dataset)
     if view is None:
         raise CommandError(f"{args.what} is neither a shard file nor a dataset in {store.url}")
-    manifest = Manifest(store, args.what)
+    manifest = Manifest(store, dataset)
     manifest.refresh()
     packs: list[dict[str, Any]] = []
     for shard in manifest.shards:

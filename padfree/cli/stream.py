@@ -13,7 +13,9 @@ from padfree.cli.common import CommandError
 
 def add(verbs: Any) -> None:
     parser = verbs.add_parser("stream", help="read a dataset as a trainer would, and measure")
-    parser.add_argument("dataset", metavar="DATASET", help="the dataset's id")
+    parser.add_argument(
+        "dataset", metavar="DATASET", help="the dataset's id, the beginning of it, or its name"
+    )
     parser.add_argument("--rank", type=int, default=0, help="which of the ranks this is (0)")
     parser.add_argument("--world-size", type=int, default=1, help="how many ranks share the dataset (1)")
     parser.add_argument("--packs-per-step", type=int, default=1, help="packs a rank takes in a step (1)")
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             tail=args.tail,
             token=args.token,
         ) as stream:
+            dataset = stream.dataset
             for batch in stream:
                 first_batch_s = first_batch_s or time.perf_counter() - start
                 steps, packs = steps + 1, packs + batch.num_packs
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     flowing_s = seconds - (first_batch_s or 0.0)  # opening the stream is not its speed
     result = {
-        "dataset": args.dataset,
+        "dataset": dataset,
         "steps": steps,
         "packs": packs,
         "tokens": tokens,

@@ -17,7 +17,7 @@ def add(verbs: Any) -> None:
         metavar="STORE",
         help=f"the store: a folder or s3://BUCKET/PREFIX (./{common.DEFAULT_STORE})",
     )
-    parser.add_argument("--dataset", metavar="ID", help="only this dataset")
+    parser.add_argument("--dataset", metavar="DATASET", help="only this one: id, its beginning, or name")
     common.add_json(parser)
     parser.set_defaults(run=run)
 
@@ -25,7 +25,8 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from packer.verify import verify_store
 
-    found = verify_store(common.store_of(args, must_exist=True), dataset=args.dataset)
+    store = common.store_of(args, must_exist=True)
+    found = verify_store(store, dataset=args.dataset and common.find_here(store, args.dataset))
     for fault in found.faults:
         print(fault, file=sys.stderr)
     if found.faults:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from packing_job import Packed, pack_document, read_back, spec_of, write_rows, write_tokenizer
 from tokenizers import Tokenizer
 
-from packer import coordinator, pipeline
+from packer import coordinator, pipeline, sources
 from packer.coordinator import Busy, Cancelled, PackingFailed, pack
 from packer.manifest import Manifest, dataset_key, lock_key
 from packer.packing import PackPlan
@@ -558,3 +559,20 @@ def test_what_should_not_pass_unnoticed_is_a_warning(tmp_path: Path) -> None:
 def test_the_report_is_plain_json(tmp_path: Path) -> None:
     packed = pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
     assert json.loads(json.dumps(packed.report)) == packed.report
+
+
+def test_a_minibatch_that_is_too_long_is_told_by_file_and_line(tmp_path: Path, monkeypatch: Any) -> None:
+    """Not by its place within a partition, of which the user knows nothing."""
+    monkeypatch.setattr(sources.cut, "__kwdefaults__", {**sources.cut.__kwdefaults__, "first_bytes": 400})
+    rows = tokens(*[2] * 100)
+    rows[70], rows[71] = {"input_ids": []}, {"input_ids": [1] * 9}
+    paths = [
+        write_rows(tmp_path / name, part) for name, part in (("a.jsonl", rows[:50]), ("b.jsonl", rows[50:]))
+    ]
+    packing = {"strategy": "minibatch", "minibatch_size": 4, "max_tokens": 12, "overlong": "error"}
+    with pytest.raises(PackingFailed, match="first mini-batch 17 ") as told:
+        pack_document(tmp_path / "store", spec_of([str(path) for path in paths], None, packing=packing))
+    text = str(told.value)
+    assert "examples 68 to 71 in stream order, from " in text
+    assert re.search(r"b\.jsonl, line 19 to .*b\.jsonl, line 22\)", text), text
+    assert "with 13 tokens" in text

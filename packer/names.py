@@ -1,0 +1,73 @@
+"""Which dataset somebody means: by its id, by the beginning of its id, or by its name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, MutableMapping
+
+from packer.manifest import dataset_key, list_datasets
+from packer.store import Store
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_BEGINNING = re.compile(r"[0-9a-f]{4,31}")
+_MOST_LISTED = 10
+
+
+class UnknownName(LookupError):
+    """No dataset is called so."""
+
+
+class AmbiguousName(LookupError):
+    """Several are; the text lists them."""
+
+
+def is_id(text: str) -> bool:
+    """Whether this is the whole id of a dataset, which needs no look at the others."""
+    return _ID.fullmatch(text) is not None
+
+
+def choose(text: str, names: Mapping[str, str | None]) -> str:
+    """The id that `text` means among datasets (id: name).
+
+    A whole id wins. Else it must be the name of one dataset, or the beginning of one id (4 digits or
+    more), and not both of different ones: nobody is to train on another dataset than they meant.
+    """
+    if text in names:
+        return text
+    found = [one for one, name in names.items() if name == text]
+    if _BEGINNING.fullmatch(text):
+        found += [one for one in names if one.startswith(text) and one not in found]
+    if not found:
+        raise UnknownName(
+            f"there is no dataset {text[:80]!r}: an id, the beginning of one (4 digits or more) or a name is "
+            "required; `padfree datasets` and GET /v1/datasets list them"
+        )
+    if len(found) > 1:
+        listed = "; ".join(f"{one} ({names[one] or 'no name'})" for one in sorted(found)[:_MOST_LISTED])
+        more = f" and {len(found) - _MOST_LISTED} more" if len(found) > _MOST_LISTED else ""
+        raise AmbiguousName(
+            f"{text[:80]!r} may be one of {len(found)} datasets, say which by its id: {listed}{more}"
+        )
+    return found[0]
+
+
+def find_dataset(store: Store, text: str, known: MutableMapping[str, str | None] | None = None) -> str:
+    """The id of the dataset of a store that `text` means. Raises UnknownName, AmbiguousName.
+
+    `known` keeps names (by id) from one call to the next: a dataset's name changes only with its removal.
+    """
+    known = {} if known is None else known
+    listed = list_datasets(store)
+    for gone in known.keys() - set(listed):
+        known.pop(gone, None)
+    return choose(text, {one: _name(store, one, known) for one in listed})
+
+
+def _name(store: Store, dataset: str, known: MutableMapping[str, str | None]) -> str | None:
+    if dataset not in known:
+        try:
+            known[dataset] = json.loads(store.get(dataset_key(dataset, "spec.json")))["spec"]["name"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None  # removed meanwhile, or damaged: its id finds it
+    return known[dataset]
