@@ -67,6 +67,25 @@ class Packed:
         return found
 
 
+# Every strategy, and every way of best fit, for cases that are to hold under each.
+STRATEGIES = (
+    "best_fit", "best_fit global", "best_fit balanced", "best_fit of several capacities",
+    "sequential", "wrapped", "minibatch", "step", "padded",
+)  # fmt: skip
+
+
+def packing_of(strategy: str, max_tokens: int, *, group: int, **more: Any) -> dict[str, Any]:
+    """The packing of a spec by one of STRATEGIES. group: examples of a mini-batch, or of a step."""
+    options: dict[str, Any] = {
+        "best_fit global": {"scope": "global"},
+        "best_fit balanced": {"balance": "attention"},
+        "best_fit of several capacities": {"max_tokens": [1, max_tokens]},
+        "minibatch": {"minibatch_size": group},
+        "step": {"step_size": group},
+    }.get(strategy, {})
+    return {"strategy": strategy.split()[0], "max_tokens": max_tokens, **options, **more}
+
+
 def pack_document(place: Path | str, document: dict[str, Any], runner: Runner | None = None) -> Packed:
     """Resolve and pack into the store at `place`; checks the store afterwards."""
     store = open_store(place)

@@ -15,7 +15,16 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_job import Packed, pack_document, read_back, spec_of, write_rows, write_tokenizer
+from packing_job import (
+    STRATEGIES,
+    Packed,
+    pack_document,
+    packing_of,
+    read_back,
+    spec_of,
+    write_rows,
+    write_tokenizer,
+)
 from tokenizers import Tokenizer
 
 from packer import coordinator, pipeline, sources
@@ -53,58 +62,84 @@ def lengths(packed: Packed) -> list[int]:
 # ------------------------------------------------------------------ public fault cases
 
 
-def test_f03_the_completion_mask_survives_packing(tmp_path: Path) -> None:
+def segment_labels(packed: Packed) -> list[list[int]]:
+    return sorted(
+        one.labels[a:b].tolist()
+        for one in packed.packs
+        for a, b in zip(one.cu_seqlens, one.cu_seqlens[1:], strict=False)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f03_the_completion_mask_survives_packing(tmp_path: Path, strategy: str) -> None:
     rows = [toy.chat(("user", "a b"), ("assistant", "c d")), toy.chat(("user", "e"), ("assistant", "f"))]
-    packed = pack_rows(tmp_path, rows, loss="assistant", packing={"max_tokens": 16})
-    (only,) = packed.packs
-    labels = [only.labels[a:b].tolist() for a, b in zip(only.cu_seqlens, only.cu_seqlens[1:], strict=False)]
-    assert sorted(labels) == sorted([[-100] * 6 + [12, 13, 7], [-100] * 5 + [15, 7]])
-    assert (only.num_tokens, only.num_trained) == (16, 5)
+    packed = pack_rows(tmp_path, rows, loss="assistant", packing=packing_of(strategy, 16, group=2))
+    assert segment_labels(packed) == sorted([[-100] * 6 + [12, 13, 7], [-100] * 5 + [15, 7]])
+    assert len(packed.packs) == (2 if strategy == "padded" else 1)
+    assert sum(one.num_tokens for one in packed.packs) == 16
+    assert sum(one.num_trained for one in packed.packs) == packed.report["tokens_trained"] == 5
 
 
 F04 = [{"input_ids": ids} for ids in ([21, 22, 23, 24, 25], [31], [41, 42, 43], [51, 52])]
 
 
-def test_f04_split_keeps_every_token(tmp_path: Path) -> None:
-    packed = pack_rows(tmp_path, F04, packing={"max_tokens": 3, "overlong": "split"})
-    assert len(packed.packs) == 4
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f04_split_keeps_every_token(tmp_path: Path, strategy: str) -> None:
+    packing = packing_of(strategy, 3, group=4, overlong="split")
+    if strategy == "minibatch":  # one pack, whatever its length: it can neither be split nor lose anything
+        with pytest.raises(PackingFailed, match=r"mini-batch 0 .* with 11 tokens.* raise max_tokens"):
+            pack_rows(tmp_path, F04, packing=packing)
+        return
+    packed = pack_rows(tmp_path, F04, packing=packing)
+    assert len(packed.packs) == (5 if strategy in ("padded", "best_fit of several capacities") else 4)
     ids = [i for one in packed.packs for i in one.input_ids.tolist()]
     assert sorted(ids) == [21, 22, 23, 24, 25, 31, 41, 42, 43, 51, 52]
     assert sorted(piece for piece, _ in packed.segments[0]) == [[21, 22, 23], [24, 25]]
     assert packed.report["rows_split"] == 1
+    assert packed.report["tokens_dropped"] == 0
 
 
-def test_f04_truncate_reports_what_it_drops(tmp_path: Path) -> None:
-    packed = pack_rows(tmp_path, F04, packing={"max_tokens": 3, "overlong": "truncate"})
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f04_truncate_reports_what_it_drops(tmp_path: Path, strategy: str) -> None:
+    packed = pack_rows(tmp_path, F04, packing=packing_of(strategy, 3, group=1, overlong="truncate"))
     ids = {i for one in packed.packs for i in one.input_ids.tolist()}
-    assert ids == {21, 22, 23, 31, 41, 42, 43, 51, 52}
-    assert (packed.report["rows_truncated"], packed.report["tokens_dropped"]) == (1, 2)
+    # The stream of `wrapped` is cut anyway: nothing is too long for it.
+    lost = set() if strategy == "wrapped" else {24, 25}
+    assert ids == {21, 22, 23, 24, 25, 31, 41, 42, 43, 51, 52} - lost
+    assert packed.report["rows_truncated"] == bool(lost)
+    assert packed.report["tokens_dropped"] == len(lost)
 
 
-def test_f05_no_row_is_skipped_without_being_counted(tmp_path: Path) -> None:
-    packed = pack_rows(tmp_path, tokens(3, 5, 2, 9), packing={"max_tokens": 8, "overlong": "drop"})
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f05_no_row_is_skipped_without_being_counted(tmp_path: Path, strategy: str) -> None:
+    packing = packing_of(strategy, 8, group=4 if strategy == "step" else 2, overlong="drop")
+    packed = pack_rows(tmp_path, tokens(3, 5, 2, 9), packing=packing)
     assert lengths(packed) == [2, 3, 5]
-    assert len(packed.packs) == 2
+    assert len(packed.packs) == (3 if strategy == "padded" else 2)
     report = packed.report
     assert (report["rows_in"], report["rows_packed"], report["rows_overlong"]) == (4, 3, 1)
     assert set(packed.segments) == {0, 1, 2}
     assert [(row["example"], row["line"]) for row in report["overlong"]] == [(3, 4)]
 
 
-def test_f06_empty_rows_make_no_segment(tmp_path: Path) -> None:
-    packed = pack_rows(tmp_path, tokens(2, 0, 3), packing={"max_tokens": 8})
-    (only,) = packed.packs
-    assert only.cu_seqlens.tolist() in ([0, 2, 5], [0, 3, 5])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f06_empty_rows_make_no_segment(tmp_path: Path, strategy: str) -> None:
+    packed = pack_rows(tmp_path, tokens(2, 0, 3), packing=packing_of(strategy, 8, group=3))
     assert packed.report["rows_empty"] == 1
+    found = [one.cu_seqlens.tolist() for one in packed.packs]
+    assert found == ([[0, 2], [0, 3]] if strategy == "padded" else [[0, 2, 5]]) or found == [[0, 3, 5]]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("length", "packs", "boundaries"), [(8, 1, [0, 8]), (7, 1, [0, 7, 8]), (9, 0, None)])
 def test_f07_one_length_is_used_throughout(
-    tmp_path: Path, length: int, packs: int, boundaries: list[int] | None
+    tmp_path: Path, length: int, packs: int, boundaries: list[int] | None, strategy: str
 ) -> None:
-    packed = pack_rows(
-        tmp_path, tokens(length), packing={"max_tokens": 8, "pack_multiple": 8, "overlong": "drop"}
-    )
+    packing = packing_of(strategy, 8, group=1, pack_multiple=8, overlong="drop")
+    if isinstance(packing["max_tokens"], list):
+        packing["max_tokens"] = [8, 16]
+        length, boundaries = (length, boundaries) if length < 9 else (17, None)
+    packed = pack_rows(tmp_path, tokens(length), packing=packing)
     assert len(packed.packs) == packs
     if boundaries is None:
         assert packed.report["rows_overlong"] == 1
@@ -116,6 +151,15 @@ def test_f07_one_length_is_used_throughout(
     assert packed.report["rows_truncated"] == 0
     if length == 7:
         assert only.labels[-1] == -100
+
+
+@pytest.mark.parametrize(("strategy", "packs"), [("best_fit", 3), ("best_fit global", 3), ("sequential", 4)])
+def test_f51_packing_is_close_to_full_and_says_so(tmp_path: Path, strategy: str, packs: int) -> None:
+    packing = packing_of(strategy, 10, group=1)
+    packed = pack_rows(tmp_path, tokens(5, 5, 5, 3, 3, 3, 2, 2, 2), packing=packing)
+    assert len(packed.packs) == packed.report["num_packs"] == packs
+    assert packed.report["fill"] == 30 / (packs * 10)
+    assert packed.report["lower_bound_packs"] == 3
 
 
 def test_f11_a_truncated_answer_keeps_its_mask(tmp_path: Path) -> None:

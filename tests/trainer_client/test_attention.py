@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from packing_job import STRATEGIES, pack_document, packing_of, spec_of, write_rows
 from packs import random_packs
 from transformers import (
     Gemma2Config,
@@ -22,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from trainer_client import attention, attention_kernels
+from trainer_client import PackedStream, attention, attention_kernels
 from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call
 from trainer_client.batch import PackedBatch, flatten
 
@@ -137,6 +139,30 @@ def test_f08_the_case_as_given() -> None:
     alone = run([20, 21], [0, 1], [0, 2])
     torch.testing.assert_close(first[:, 3:], again[:, 3:], atol=1e-5, rtol=0)
     torch.testing.assert_close(first[:, 3:], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f08_a_segment_cannot_see_its_neighbour_under_any_strategy(tmp_path: Path, strategy: str) -> None:
+    model, logits = model_of("llama", "padfree").eval(), []
+    for first in ([10, 11, 12], [13, 14, 15]):
+        rows = [{"input_ids": first}, {"input_ids": [20, 21]}]
+        source = write_rows(tmp_path / f"{first[0]}.jsonl", rows)
+        packing = packing_of(strategy, 5, group=2)
+        packed = pack_document(tmp_path / "store", spec_of(source, None, packing=packing))
+        num_packs = len(packed.packs)
+        (batch,) = PackedStream(tmp_path / "store", dataset=packed.job.dataset, packs_per_step=num_packs)
+        at = batch.example_ids.tolist().index(1)
+        with torch.no_grad():
+            out = model(**batch.for_transformers(), num_items_in_batch=batch.num_items_in_batch)
+            alone = [
+                model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=3)
+                for ids in (torch.tensor([row["input_ids"]]) for row in rows)
+            ]
+        logits.append(out.logits[:, segments(batch)[at]])
+        torch.testing.assert_close(logits[-1], alone[1].logits, atol=1e-5, rtol=0)
+        assert batch.num_items_in_batch == 3
+        assert out.loss.item() == pytest.approx(sum(one.loss.item() for one in alone), abs=1e-5)
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("dropped", [(), ("use_cache",), ("max_length_q", "max_length_k")])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from packing_job import STRATEGIES, pack_document, packing_of, spec_of, write_rows
 from packs import pack_of, random_packs
 from transformers import DataCollatorWithFlattening
 
 from packer.shard import Pack, padding_pack
-from trainer_client.batch import PackedBatch, flatten, padded_boundaries
+from trainer_client import PackedStream
+from trainer_client.batch import PackedBatch, flatten, join, padded_boundaries
 
 
 def batch_of(packs: list[Pack], *, padding: list[bool] | None = None) -> PackedBatch:
@@ -32,6 +35,50 @@ def examples(batch: PackedBatch) -> list[dict[str, list[int]]]:
         {"input_ids": batch.input_ids[a:b].tolist(), "labels": batch.labels[a:b].tolist()}
         for a, b in itertools.pairwise(batch.cu_seqlens.tolist())
     ]
+
+
+def batch_from(tmp_path: Path, rows: list[list[int]], strategy: str, max_tokens: int) -> PackedBatch:
+    """All packs of these rows of ready ids, packed by `strategy`, as a client's one batch."""
+    group = 2 if strategy == "minibatch" else len(rows)
+    source = write_rows(tmp_path / "rows.jsonl", [{"input_ids": ids} for ids in rows])
+    packing = packing_of(strategy, max_tokens, group=group)
+    packed = pack_document(tmp_path / "store", spec_of(source, None, packing=packing))
+    stream = PackedStream(tmp_path / "store", dataset=packed.job.dataset, packs_per_step=len(packed.packs))
+    return join(list(stream))  # of a "step" dataset there are several, of one pack each
+
+
+def of_rows(batch: PackedBatch) -> dict[int, list[int]]:
+    """The ids of each segment by example id; positions restart in each."""
+    found = {}
+    for example, a, b in zip(
+        batch.example_ids.tolist(), batch.cu_seqlens, batch.cu_seqlens[1:], strict=False
+    ):
+        assert batch.position_ids[a:b].tolist() == list(range(b - a))
+        found[example] = batch.input_ids[a:b].tolist()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f01_boundaries_of_every_pack_survive_under_every_strategy(tmp_path: Path, strategy: str) -> None:
+    rows = [[11, 12, 13], [14, 15], [16, 17, 18, 19]]
+    batch = batch_from(tmp_path, rows, strategy, max_tokens=5)
+    assert batch.num_packs == (3 if strategy == "padded" else 2)
+    assert (batch.num_segments, batch.num_tokens, batch.max_seqlen) == (3, 9, 4)
+    assert batch.cu_seqlens[[0, -1]].tolist() == [0, 9]
+    assert (np.diff(batch.cu_seqlens) > 0).all()
+    assert of_rows(batch) == dict(enumerate(rows))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_f02_all_four_varlen_arguments_are_there_under_every_strategy(tmp_path: Path, strategy: str) -> None:
+    rows = [[11, 12, 13], [14, 15], [16, 17, 18, 19]]
+    batch = batch_from(tmp_path, rows, strategy, max_tokens=9)
+    kwargs = batch.for_transformers()
+    assert sorted(kwargs["cu_seq_lens_q"].diff().tolist()) == [2, 3, 4]
+    assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    assert kwargs["cu_seq_lens_q"].dtype == torch.int32
+    assert [type(kwargs[name]) for name in ("max_length_q", "max_length_k")] == [int, int]
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == 4
 
 
 def test_f01_boundaries_are_shifted_when_a_batch_holds_two_packs() -> None:
