@@ -49,7 +49,7 @@ IMAGES := deploy/requirements
 lock:
 	$(COMPILE) --excludes requirements-torch.txt pyproject.toml --extra dev -o requirements.txt
 	$(COMPILE) -c requirements.txt pyproject.toml -o $(IMAGES)/client.txt
-	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/service.in --extra service -o $(IMAGES)/service.txt
+	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/service.in --extra service --extra fast -o $(IMAGES)/service.txt
 	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/demo.in -o $(IMAGES)/demo.txt
 	$(COMPILE) $(IMAGES)/build.in -o $(IMAGES)/build.txt
 
