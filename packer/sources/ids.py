@@ -82,17 +82,20 @@ def parse_ids(raws: Sequence[Any], fields: Mapping[str, str]) -> IdRows | None:
     for raw in raws:
         if type(raw) is not bytes:  # too long to be kept
             return None
-        head, *pieces = raw.split(b"[")
-        rests = [head]
-        for piece in pieces:
-            body, _, rest = piece.partition(b"]")
-            bodies.append(body)
-            rests.append(rest)
+        rests, at = [], 0
+        while (begin := raw.find(b"[", at)) >= 0:
+            end = raw.find(b"]", begin)
+            if end < 0:
+                return None
+            bodies.append(raw[begin + 1 : end])
+            rests.append(raw[at:begin])
+            at = end + 1
+        rests.append(raw[at:])
         # The line with its lists emptied. A bracket that is no list's (in a word, or nested) makes the
         # number of lists, or the text as JSON, come out wrong.
         frame = b"[]".join(rests)
         if frame not in layouts:
-            layouts[frame] = _lists_of(frame, len(pieces), taken)
+            layouts[frame] = _lists_of(frame, len(rests) - 1, taken)
     (layout, *others) = set(layouts.values())
     if layout is None or others:
         return None
@@ -131,7 +134,7 @@ _SPACE, _MINUS, _ZERO, _COMMA = map(ord, " -0,")
 _MAX_WIDTH = 8
 # The least number of so many digits that has no zero in front.
 _LEAST = np.array([0, 0, *(10**n for n in range(1, _MAX_WIDTH))], _WORD)
-_CHUNK = 1 << 13  # numbers at a time: the arrays between steps stay in the core's cache
+_SEGMENT_BYTES = 128 << 10  # of text at a time: what is made of it between the steps stays in the core's cache
 
 
 def _numbers(bodies: Sequence[bytes]) -> Flat | None:
@@ -144,24 +147,35 @@ def _numbers(bodies: Sequence[bytes]) -> Flat | None:
     if not filled:
         return np.zeros(0, np.int32), lengths
     spaced = next((b", " in body for body in filled if b"," in body), False)
-    text = b" " + b", ".join(filled) if spaced else b",".join(filled)
-    data = np.frombuffer(text + bytes(_MAX_WIDTH), np.uint8)
-    ends = np.append(np.flatnonzero(data == _COMMA), len(text))
-    begins = np.concatenate([[0], ends[:-1] + 1])
-    widths = ends - begins
-    if widths.max() > _MAX_WIDTH or widths.min() < 1 + spaced:
-        return None
-    words = np.ndarray(len(text) + 1, "<u8", data, strides=(1,))
-    values = np.empty(len(ends), np.int32)
+    # A comma behind each body, and room to read a whole word at the last number.
+    text = (
+        b", ".join([b"", *filled, bytes(_MAX_WIDTH)]) if spaced else b",".join([*filled, bytes(_MAX_WIDTH)])
+    )
+    start, size = int(spaced), len(text) - _MAX_WIDTH - int(spaced)
+    data = np.frombuffer(text, np.uint8)
     signed = b"-" in text
-    for low in range(0, len(ends), _CHUNK):
-        part = slice(low, low + _CHUNK)
-        if not _parse(words[begins[part]], widths[part], spaced, signed, values[part]):
+    values, commas = [], []
+    while start < size:
+        stop = text.find(b",", min(start + _SEGMENT_BYTES, size - 1)) + 1
+        ends = np.flatnonzero(data[start:stop] == _COMMA)
+        begins = np.empty_like(ends)
+        begins[0] = 0
+        np.add(ends[:-1], 1, out=begins[1:])
+        widths = ends - begins
+        if widths.max() > _MAX_WIDTH or widths.min() < 1 + spaced:
             return None
-    # A comma stands behind each body, the end of the text behind the last.
-    borders = np.cumsum([len(body) + 1 + spaced for body in filled]) - 1
-    lengths[[bool(body) for body in bodies]] = np.diff(np.searchsorted(ends, borders) + 1, prepend=0)
-    return values, lengths
+        words = np.ndarray(stop - start, "<u8", data, offset=start, strides=(1,))[begins]
+        found = _parse(words, widths, spaced, signed)
+        if found is None:
+            return None
+        values.append(found)
+        ends += start
+        commas.append(ends)
+        start = stop
+    borders = np.cumsum([len(body) + 1 + spaced for body in filled]) - 1 + spaced
+    places = np.searchsorted(np.concatenate(commas), borders)
+    lengths[[bool(body) for body in bodies]] = np.diff(places + 1, prepend=0)
+    return np.concatenate(values), lengths
 
 
 def _parse(
@@ -169,12 +183,11 @@ def _parse(
     widths: NDArray[np.int64],
     spaced: bool,
     signed: bool,
-    values: NDArray[np.int32],
-) -> bool:
-    """Write the number that begins each word (8 bytes of text, the first the lowest) to `values`.
+) -> NDArray[np.int32] | None:
+    """The number that begins each word (8 bytes of text, the first the lowest; they are overwritten).
 
-    widths: bytes of text that are the number's, the space before it included. Returns whether all are
-    whole numbers as JSON has them. Eight digits are turned at once by three multiplications, each of which
+    widths: bytes of text that are the number's, the space before it included. None where one is no
+    whole number as JSON has them. Eight digits are turned at once by three multiplications, each of which
     joins neighbours (Lemire and Mula's SWAR; simdjson, parse_eight_digits_unrolled).
     """
     first = _WORD(8 * spaced)
@@ -182,20 +195,20 @@ def _parse(
     zeros = _ZEROS
     if spaced:
         if np.bitwise_or.reduce(words ^ _WORD(_SPACE)) & _BYTE:
-            return False
+            return None
         zeros = _ZEROS - _WORD(_ZERO - _SPACE)  # so that the space counts as a zero
     if signed:
         minus = (words >> first) & _BYTE == _MINUS
         words += minus * (_WORD(_ZERO - _MINUS) << first)
         digits = digits - minus
         if digits.min() < 1:
-            return False
+            return None
     # What follows the number is shifted out; the zero bytes that come in are zeros in front.
     shift = (_MAX_WIDTH - widths).astype(_WORD) << _WORD(3)
     words <<= shift
     words -= zeros << shift
     if np.bitwise_or.reduce((words + _ABOVE_NINE) | words) & _TOP_BITS:
-        return False
+        return None
     words *= _WORD(10 * (1 << 8) + 1)
     words >>= _WORD(8)
     words &= _WORD(0x00FF00FF00FF00FF)
@@ -205,11 +218,11 @@ def _parse(
     words *= _WORD(10000 * (1 << 32) + 1)
     words >>= _WORD(32)
     if (words < _LEAST[digits]).any():  # 007
-        return False
-    values[:] = words
+        return None
+    values = words.astype(np.int32)
     if signed:
         np.negative(values, out=values, where=minus)
-    return True
+    return values
 
 
 # ------------------------------------------------------------------ tables

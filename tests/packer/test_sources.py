@@ -528,7 +528,7 @@ def test_tables_of_every_form(tmp_path: Path, seed: int | None, form: str) -> No
             at.number == i + 1 and at.unit == "row" for at, i in zip(out.locations, out.ids, strict=True)
         )
     # Unpacked tables do not stay.
-    assert {path.suffix for path in left_in(tmp_path / "store")} <= {".jsonl", ".offsets"}
+    assert {path.suffix for path in left_in(tmp_path / "store")} <= {".jsonl", ".offsets", ".index"}
 
 
 @pytest.mark.parametrize("seed", SEEDS)
