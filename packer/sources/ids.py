@@ -134,7 +134,7 @@ _SPACE, _MINUS, _ZERO, _COMMA = map(ord, " -0,")
 _MAX_WIDTH = 8
 # The least number of so many digits that has no zero in front.
 _LEAST = np.array([0, 0, *(10**n for n in range(1, _MAX_WIDTH))], _WORD)
-_SEGMENT_BYTES = 128 << 10  # of text at a time: what is made of it between the steps stays in the core's cache
+_SEGMENT_BYTES = 128 << 10  # of text at a time: arrays between the steps stay in the core's cache
 
 
 def _numbers(bodies: Sequence[bytes]) -> Flat | None:
