@@ -32,7 +32,10 @@ from packer.templates import (
 )
 from packer.tokenization import Tokenizer
 from packer.turns import PROBE_TOOLS, Span, TurnFinder, calling_turn, control_pattern, pointed
+from packer.unprinted import prints_tools, unprinted
 
+# Whose words may be missing in a rendering, of all but the user and the assistant.
+_PARTS = {"system": "system", "developer": "system", "tool": "tool", "function": "tool", "ipython": "tool"}
 _NONCHARACTER_LEAD = b"\xef\xb7"
 _NONCHARACTER_BYTES = rb"\xef\xb7[\x90-\xaf]"  # U+FDD0 … U+FDEF in UTF-8
 
@@ -45,6 +48,7 @@ class Chat:
     trained: list[Span]  # the assistant's words with their end-of-turn tokens
     words: list[Span]  # control words that stand in someone's words: plain text
     ends_with_assistant: bool  # with a message that is trained
+    unprinted: frozenset[str] = frozenset()  # of _PARTS: whose words the template does not print
 
 
 class Chats:
@@ -59,6 +63,7 @@ class Chats:
     ) -> None:
         self.template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.habits, self.prints_calls = learn_habits(self.template)
+        self._prints_tools = prints_tools(self.template, PROBE_TOOLS)
         self.masked = masked
         self._last_only = last_only
         self._names = {
@@ -101,6 +106,7 @@ class Chats:
             talk = talk.last_only()
         raw = self.template.render(talk.messages, talk.tools)
         text, marks = unmark(raw) if GENERATION_OPEN in raw else (raw, [])
+        missing = self._missing(talk, text)
         words: list[Span] = []
         shielded = self._shielded(talk)
         if shielded is not None:
@@ -115,7 +121,21 @@ class Chats:
             trained=trained,
             words=words,
             ends_with_assistant=talk.messages[-1]["role"] == "assistant" and talk.trained[-1],
+            unprinted=missing,
         )
+
+    def _missing(self, talk: Conversation, text: str) -> frozenset[str]:
+        """Whose words the template does not print. Raises RowProblem for a user's or the assistant's."""
+        parts = {"tool"} if talk.tools and not self._prints_tools else set()
+        for i in unprinted(self.template, talk, text):
+            role = talk.messages[i]["role"]
+            if role in ("user", "assistant"):
+                raise RowProblem(
+                    f"the chat template does not print the words of message {i} ({role}); use a template "
+                    "that does (tokenizer.chat_template), or correct the row"
+                )
+            parts.add(_PARTS.get(role, "other"))
+        return frozenset(parts)
 
     # -------------------------------------------------------------- control words in words
 

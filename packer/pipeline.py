@@ -189,6 +189,7 @@ def _read(
         counters.rows_untrained += int(np.count_nonzero(~empty & ~trained))
         counters.tokens_in += len(rendered.input_ids)
         counters.bytes_cut += rendered.bytes_cut
+        counters.add({f"rows_{part}_unprinted": count for part, count in rendered.unprinted.items()})
         counters.tokens_dropped += int(rendered.lengths[~trained].sum())
         # Rows that are left out keep their place, with no tokens.
         keep = slice(None) if (trained | empty).all() else np.repeat(trained, rendered.lengths)

@@ -16,6 +16,7 @@ from packer import sources
 from packer.packing.values import Capacity
 from packer.pipeline import renderer_of, tokenizer_of
 from packer.render import Rendered
+from packer.report import unprinted_warnings
 from packer.spec import Job
 from packer.store import Store
 from packer.tokenization import Tokenizer
@@ -186,6 +187,7 @@ class _Notes:
         self._bos = tokenizer.bos_id if tokenizer is not None else None
         self._control = tokenizer.is_control if tokenizer is not None else None
         self._counts: Counter[str] = Counter()
+        self._unprinted: Counter[str] = Counter()
         self._seen: set[bytes] = set()
 
     @property
@@ -201,6 +203,7 @@ class _Notes:
         self._counts["tokens"] += len(rendered.input_ids)
         self._counts["unusable"] += len(rendered.errors) + num_unreadable
         self._counts["empty"] += int(np.count_nonzero(rendered.lengths == 0)) - len(rendered.errors)
+        self._unprinted.update(rendered.unprinted)
         bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
         for start, stop in pairwise(bounds):
             if start < stop:
@@ -232,6 +235,7 @@ class _Notes:
             for name, text in texts.items()
             if (count := counts[name])
         ]
+        found += unprinted_warnings(self._unprinted, self.num_rows)
         if whole and self._control is not None and not counts["ended"]:
             found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
         return found

@@ -15,8 +15,9 @@ Errors: RenderError (a ValueError) where the job itself cannot be rendered.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from packer.chats import Chat, Chats
 from packer.conversations import kind
+from packer.places import covered, in_bytes, num_bytes
 from packer.ready import ready_rows
 from packer.templates import RenderError, RowProblem
 from packer.tokenization import Located, Tokenizer, TokenizerError
@@ -46,7 +48,8 @@ class Rendered:
     input_ids: (N,) int32. loss_mask: (N,) bool, what the source wants trained (first tokens of
     segments are left out when packing). lengths: (k,) int64, tokens of each row. errors: position in
     the batch and reason of each row that could not be rendered. bytes_cut: UTF-8 bytes of text behind the
-    tokens that were asked for, which were not tokenized.
+    tokens that were asked for, which were not tokenized. unprinted: rows in which words of a part (system,
+    tool, other) are missing, since the chat template does not print them.
     """
 
     input_ids: NDArray[np.int32]
@@ -54,6 +57,7 @@ class Rendered:
     lengths: NDArray[np.int64]
     errors: list[tuple[int, str]]
     bytes_cut: int = 0
+    unprinted: Mapping[str, int] = field(default_factory=dict)
 
 
 class Renderer:
@@ -130,19 +134,23 @@ class Renderer:
 
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
         """Render a batch (some thousand rows at most: all its tokens are in memory)."""
-        render = {
-            "prompt_completion": self._prompt_completions,
-            "messages": self._messages,
-            "tokens": self._tokens,
-        }
         errors: list[tuple[int, str]] = []
-        bytes_cut = 0
+        bytes_cut, unprinted = 0, Counter[str]()
         if self._format == "text":
             ids, mask, lengths, bytes_cut = self._texts(rows, errors)
+        elif self._format == "messages":
+            ids, mask, lengths = self._messages(rows, errors, unprinted)
+        elif self._format == "tokens":
+            ids, mask, lengths = self._tokens(rows, errors)
         else:
-            ids, mask, lengths = render[self._format](rows, errors)
+            ids, mask, lengths = self._prompt_completions(rows, errors)
         return Rendered(
-            input_ids=ids, loss_mask=mask, lengths=lengths, errors=sorted(errors), bytes_cut=bytes_cut
+            input_ids=ids,
+            loss_mask=mask,
+            lengths=lengths,
+            errors=sorted(errors),
+            bytes_cut=bytes_cut,
+            unprinted=dict(unprinted),
         )
 
     # -------------------------------------------------------------- text
@@ -248,7 +256,7 @@ class Renderer:
     # -------------------------------------------------------------- messages
 
     def _messages(
-        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
+        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]], unprinted: Counter[str]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
         assert self._chats is not None
         chats: list[Chat] = []
@@ -257,11 +265,12 @@ class Renderer:
                 chat = self._chats.chat(row)
                 _valid(chat.text, self._fields.get("messages", "messages"))
                 chats.append(chat)
+                unprinted.update(chat.unprinted)
             except RowProblem as problem:
                 errors.append((position, str(problem)))
                 chats.append(Chat(text="", trained=[], words=[], ends_with_assistant=False))
         located = self._tokenizer.encode_chats([chat.text for chat in chats])
-        base = np.concatenate([[0], np.cumsum([_num_bytes(chat.text) for chat in chats], dtype=np.int64)])
+        base = np.concatenate([[0], np.cumsum([num_bytes(chat.text) for chat in chats], dtype=np.int64)])
         if any(chat.words for chat in chats):
             located = self._plain_words(located, chats, base, errors)
         lengths = np.diff(located.offsets)
@@ -271,9 +280,9 @@ class Renderer:
             spans = [
                 (base[i] + start, base[i] + stop)
                 for i, chat in enumerate(chats)
-                for start, stop in _in_bytes(chat.text, chat.trained)
+                for start, stop in in_bytes(chat.text, chat.trained)
             ]
-            mask = _covered(located, np.array(spans, np.int64).reshape(-1, 2))
+            mask = covered(located, np.array(spans, np.int64).reshape(-1, 2))
         answered = np.array([chat.ends_with_assistant for chat in chats], np.bool_)
         everything = self._loss == "all"
         return self._framed(
@@ -314,7 +323,7 @@ class Renderer:
         data = chat.text.encode()
         control = self._tokenizer.is_control[ids]
         forged = np.zeros(len(ids), np.bool_)
-        for start, stop in _in_bytes(chat.text, chat.words):
+        for start, stop in in_bytes(chat.text, chat.words):
             forged |= control & (starts < base + stop) & (ends > base + start)
         words = [
             self._tokenizer.encode_plain_word(data[starts[at] - base : ends[at] - base].decode())
@@ -371,31 +380,3 @@ def _valid(text: str, name: str) -> str:
                 f"(U+{ord(text[error.start]):04X}) at character {error.start}"
             ) from error
     return text
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
-
-
-def _in_bytes(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ascending (start, stop) in characters as the same in bytes of the text's UTF-8."""
-    if text.isascii():
-        return list(spans)
-    found, at, num_bytes = [], 0, 0
-    for start, stop in spans:
-        begin = num_bytes + len(text[at:start].encode())
-        num_bytes = begin + len(text[start:stop].encode())
-        at = stop
-        found.append((begin, num_bytes))
-    return found
-
-
-def _covered(located: Located, spans: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """True for each token that overlaps one of the spans (m, 2), ascending, in bytes of the batch."""
-    first = np.searchsorted(located.ends, spans[:, 0], side="right")
-    last = np.searchsorted(located.starts, spans[:, 1], side="left")
-    steps = np.zeros(len(located.ids) + 1, np.int64)
-    full = first < last  # an empty span may lie inside a token
-    np.add.at(steps, first[full], 1)
-    np.add.at(steps, last[full], -1)
-    return np.cumsum(steps[:-1]) > 0

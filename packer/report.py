@@ -27,6 +27,11 @@ class Counters:
     rows_untrained: int = 0  # no token to train on, before or after truncation
     rows_truncated: int = 0  # packed, but cut
     rows_split: int = 0  # packed in more than one piece
+    # Rows with words that the chat template does not print: a system message's, those of tools (schemas or
+    # results), or of another role.
+    rows_system_unprinted: int = 0
+    rows_tool_unprinted: int = 0
+    rows_other_unprinted: int = 0
     tokens_in: int = 0  # tokens that were made; of a text far over max_tokens not all are
     bytes_cut: int = 0  # of such texts: the UTF-8 bytes behind, which truncation throws away untokenized
     tokens_packed: int = 0  # padding included
@@ -83,6 +88,10 @@ def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
         count = getattr(counters, name)
         if 100 * count >= counters.rows_in > 0:
             found.append(f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) {text}")
+    found += unprinted_warnings(
+        {part: getattr(counters, f"rows_{part}_unprinted") for part in ("system", "tool", "other")},
+        counters.rows_in,
+    )
     if counters.packs_untrained:
         found.append(
             f"{counters.packs_untrained:,} of {counters.num_packs:,} packs have nothing to train: pieces of "
@@ -113,6 +122,21 @@ def _capacities(parts: Sequence[Mapping[str, Any]], capacities: Sequence[int]) -
     return [
         {**one, "fill": one["num_tokens"] / (one["num_packs"] * number) if one["num_packs"] else 0.0}
         for number, one in found.items()
+    ]
+
+
+def unprinted_warnings(counts: Mapping[str, int], num_rows: int) -> list[str]:
+    """Warnings of what chat templates leave out, by part (system, tool, other): any row is worth a word."""
+    what = {
+        "system": "a system message",
+        "tool": "tools or their results",
+        "other": "messages of another role",
+    }
+    return [
+        f"{counts[part]:,} of {num_rows:,} rows have {text} that the chat template does not print: these "
+        "words are in no token; give a template that prints them (tokenizer.chat_template), or move them"
+        for part, text in what.items()
+        if counts.get(part)
     ]
 
 

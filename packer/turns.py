@@ -70,27 +70,33 @@ def _pointed(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if len(message) == 2 and type(content) is str and content == content.strip():  # nearly all are such
         return {**message, "content": f"{mark}{content}{mark}"}
 
-    def around(text: str) -> str:
-        core = text.strip()
-        lead = text[: len(text) - len(text.lstrip())] if core else text
-        return f"{lead}{mark}{core}{mark}{text[len(lead) + len(core) :]}"
-
     new = dict(message)
     calls = message.get("tool_calls")
-    content = message.get("content")
-    if isinstance(content, str) and (content or not calls):
-        new["content"] = around(content)
-    elif isinstance(content, list):
-        new["content"] = [{**part, "text": around(part["text"])} for part in content]
+    if content or (content is not None and not calls):
+        new["content"] = pointed_words(content, index)
     for name in ("reasoning_content", "thinking", "reasoning"):
         if message.get(name):
-            new[name] = around(message[name])
+            new[name] = _around(message[name], mark)
     if calls:
         new["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": around(call["function"]["name"])}}
+            {**call, "function": {**call["function"], "name": _around(call["function"]["name"], mark)}}
             for call in calls
         ]
     return new
+
+
+def pointed_words(content: Any, index: int) -> Any:
+    """The content of a message, a text or parts, with points before and after its words."""
+    mark = point(index)
+    if isinstance(content, str):
+        return _around(content, mark)
+    return [{**part, "text": _around(part["text"], mark)} for part in content]
+
+
+def _around(text: str, mark: str) -> str:
+    core = text.strip()
+    lead = text[: len(text) - len(text.lstrip())] if core else text
+    return f"{lead}{mark}{core}{mark}{text[len(lead) + len(core) :]}"
 
 
 class TurnFinder:

@@ -181,7 +181,9 @@ def test_a_template_that_looks_into_what_users_say():
 
 
 def test_a_template_that_looks_into_the_assistants_words_in_a_row_is_told():
-    nosy = THINKING.replace("{{- content }}", "{{- 'No.' if content.startswith('no') else content }}")
+    nosy = THINKING.replace(
+        "{{- content }}", "{{- 'N' + content[1:] if content.startswith('n') else content }}"
+    )
     assert "prints other text when marks stand around" in shown(nosy, QUESTION, answer("no idea"))
 
 

@@ -1,0 +1,130 @@
+"""Words that a chat template drops without a word: counted by role and told, or the row is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy
+from packing_job import write_tokenizer
+from test_render_turns import CALL, answer, calling
+
+from packer.coordinator import pack
+from packer.preview import preview
+from packer.render import Rendered, Renderer
+from packer.resolve import resolve
+from packer.runners import InlineRunner
+from packer.spec import parse_spec
+from packer.store import LocalStore
+from packer.tokenization import Tokenizer
+
+# Prints a system message only with a question that is the last message (as Mistral Nemo), and no results.
+DROPPING = """\
+{%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<usr>' + (system if loop.last else '') + message.content + '<asst>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- (message.content or '') | trim }}
+        {%- for call in message.tool_calls or [] %}{{- '<call>' + call.function | tojson }}{%- endfor %}
+        {{- '<end>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Prints everything, but much of it in another form.
+CHANGING = """\
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<tool>' + message.content | tojson + '<end>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<asst>' + message.content.split('</think>')[-1] | trim + '<end>' }}
+    {%- elif message.role != 'system' %}
+        {{- '<usr>' + message.content | trim + (messages[0].content if loop.index0 == 1 else '') + '<end>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<asst>' }}{%- endif %}
+"""
+
+
+def rendered(chat_template: str, *messages: dict[str, Any], loss: str = "assistant", **row: Any) -> Rendered:
+    tokenizer = Tokenizer(toy.byte_level_bundle(chat_template=chat_template))
+    return Renderer(tokenizer, format="messages", fields={}, loss=loss).render(
+        [{"messages": list(messages), **row}]
+    )
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("loss", ["assistant", "all"])
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_that_is_dropped_is_counted(role: str, loss: str) -> None:
+    talk = [said("user", "hi"), answer("yes")]
+    assert rendered(DROPPING, said(role, "Be brief."), *talk, loss=loss).unprinted == {"system": 1}
+    assert rendered(DROPPING, *talk, loss=loss).unprinted == {}
+    assert rendered(DROPPING, said(role, " \n"), *talk, loss=loss).unprinted == {}
+    # Words that stand in someone else's message are no proof that they are printed.
+    assert rendered(DROPPING, said(role, "yes"), *talk, loss=loss).unprinted == {"system": 1}
+
+
+def test_a_system_message_that_is_printed_elsewhere_is_none() -> None:
+    out = rendered(DROPPING, said("system", "Be brief."), said("user", "hi"), loss="all")
+    assert (out.unprinted, out.errors) == ({}, [])
+
+
+def test_tools_and_their_results_and_other_roles() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    talk = [said("user", "hi"), calling(CALL), said("tool", "4"), answer("yes"), said("critic", "bad")]
+    out = rendered(DROPPING, *talk, loss="all")
+    assert (out.unprinted, out.errors) == ({"tool": 1, "other": 1}, [])
+    assert rendered(DROPPING, said("user", "hi"), answer("yes"), tools=tools).unprinted == {"tool": 1}
+    printing = "{{ tools | tojson if tools }}" + DROPPING
+    assert rendered(printing, said("user", "hi"), answer("yes"), tools=tools).unprinted == {}
+
+
+def test_words_in_another_form_are_printed() -> None:
+    out = rendered(
+        CHANGING,
+        said("system", "Be brief."),
+        said("user", " hi\n"),
+        answer("<think>hm</think> yes "),
+        said("tool", 'a "quoted" result\n'),
+        answer("<think>only thoughts</think>"),
+        said("user", "hi"),
+        answer("yes"),
+    )
+    assert (out.unprinted, out.errors) == ({}, [])
+
+
+@pytest.mark.parametrize("loss", ["assistant", "all"])
+def test_words_of_the_user_or_the_assistant_that_vanish_make_the_row_an_error(loss: str) -> None:
+    forgetful = DROPPING.replace(
+        "(message.content or '') | trim", "'' if message.tool_calls else message.content"
+    )
+    [(_, reason)] = rendered(forgetful, said("user", "hi"), calling(CALL, content="Wait."), loss=loss).errors
+    assert "does not print the words of message 1 (assistant)" in reason
+    deaf = DROPPING.replace("+ message.content +", "+ (message.content if loop.index < 5 else '') +")
+    talk = [said("user", "hi"), answer("yes")] * 2
+    [(_, reason)] = rendered(deaf, *talk, said("user", "and?"), answer("no"), loss=loss).errors
+    assert "does not print the words of message 4 (user)" in reason
+
+
+def test_the_report_and_the_preview_warn(tmp_path: Path) -> None:
+    rows = [
+        toy.chat(("system", "w40"), ("user", "a"), ("assistant", "b")),
+        toy.chat(("user", "a"), ("assistant", "b")),
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
+    store = LocalStore(tmp_path / "store")
+    tokenizer = write_tokenizer(tmp_path / "toy", toy.bundle(chat_template=DROPPING))
+    document = {"source": {"paths": [str(tmp_path / "rows.jsonl")]}, "tokenizer": {"path": str(tokenizer)}}
+    job = resolve(parse_spec(document), store=store)
+    warning = "2 of 4 rows have a system message that the chat template does not print"
+    assert sum(text.startswith(warning) for text in preview(job, store, 1).warnings) == 1
+    report = pack(job, store, InlineRunner())
+    assert (report["rows_system_unprinted"], report["rows_tool_unprinted"]) == (2, 0)
+    assert report["rows_packed"] == 4
+    assert sum(text.startswith(warning) for text in report["warnings"]) == 1
