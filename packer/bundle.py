@@ -89,10 +89,9 @@ class Bundle:
                 if roots is not None:  # whoever asks a service may not look around on its disk
                     found = "none"
                 raise TokenizerError(
-                    f"tokenizer.path: the folder {place} must hold a tokenizer.json (or tokenizer.model, "
-                    "tekken.json, a *.tiktoken file, vocab.json with merges.txt), "
-                    f"found {found}; "
-                    "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of transformers writes one"
+                    f"tokenizer.path: the folder {place} must hold a tokenizer.json, found {found}; "
+                    "`AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of transformers writes one "
+                    "(tokenizer.model, tekken.json, *.tiktoken, vocab.json with merges.txt are taken too)"
                 )
         elif place.is_file():
             data = place.read_bytes()
