@@ -24,7 +24,9 @@ class DatasetNames:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_PREFIX):
             given, slash, rest = scope["path"].removeprefix(_PREFIX).partition("/")
-            if given and not is_id(given):
+            # What is posted right below /v1/datasets is no dataset: /v1/datasets/preview.
+            is_dataset = bool(given) and (slash or scope["method"] != "POST")
+            if is_dataset and not is_id(given):
                 try:
                     scope["path"] = f"{_PREFIX}{await self._find(given)}{slash}{rest}"
                 except UnknownName:

@@ -6,6 +6,7 @@ import pytest
 from packs import build_dataset, numbered_packs
 from serving import running
 
+from packer.runners import InlineRunner
 from padfree.cli import main
 from trainer_client import PackedStream, StreamRefused, StreamTimeout, UnknownDataset
 
@@ -39,6 +40,14 @@ def test_paths_take_names_and_beginnings(stores):
         assert both.json["request_id"] == "which"
         assert server.request("DELETE", f"/v1/datasets/{first[:12]}").status == 204
         assert server.get("/v1/datasets/same").json["id"] == second
+
+
+def test_a_dataset_called_as_a_route_does_not_hide_it(tmp_path):
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=2, name="preview")
+    with running(tmp_path, runner=InlineRunner()) as server:
+        assert server.get("/v1/datasets/preview").json["id"] == dataset
+        posted = server.request("POST", "/v1/datasets/preview", body=b"no JSON")
+        assert (posted.status, posted.json["type"]) == (400, "urn:padfree:problem:malformed-json")
 
 
 def test_names_are_behind_the_tokens(stores):
