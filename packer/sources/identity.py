@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from packer.sources.remote import is_remote, remote_identity
-from packer.sources.streams import changed, open_input
+from packer.sources.streams import changed, open_input, size_of
 from packer.sources.values import MIB, SourceError
 from packer.spec import InputFile
 
@@ -131,10 +131,12 @@ _WANTED = {"gzip": "gzip", "zstd": "zstd", "parquet": "Parquet", "arrow": "Arrow
 def check_magic(path: str, reader: str, compression: str | None) -> None:
     """Raise SourceError where the first bytes of a file are not what its name says."""
     with open_input(path) as file:
+        end = size_of(file)
         head = file.read(8)
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(0, end - 4))
-        tail = file.read(4)
+        tail = b""
+        if end >= 4:
+            file.seek(end - 4)
+            tail = file.read(4)
     is_really = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
     wanted = _WANTED.get(compression or reader)
     if wanted == "zstd" and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50:

@@ -10,10 +10,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 
 import numpy as np
 
+from packer.sources.streams import size_of
 from packer.sources.values import MARK, FileIndex, RecordFile
 from packer.spec import InputFile
 from packer.store import Store
@@ -36,7 +36,7 @@ def load_index(store: Store, key: str, input: InputFile, mtime_ns: int) -> FileI
 
     mtime_ns: of `input`, whose content is known to be what was resolved.
     """
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, TypeError):
         data = store.get(key)
         body = data[_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != data[:_DIGEST_BYTES]:
@@ -52,4 +52,4 @@ def load_index(store: Store, key: str, input: InputFile, mtime_ns: int) -> FileI
 
 def _size(store: Store, name: str) -> int:
     with store.open_part(name) as file:
-        return file.seek(0, os.SEEK_END)
+        return size_of(file)

@@ -82,6 +82,20 @@ def open_input(path: str) -> BinaryIO:
         ) from error
 
 
+def size_of(file: BinaryIO) -> int:
+    """Bytes of an open file or object, which is left where it stands.
+
+    Objects are asked: Google's client cannot stand at an object's end.
+    """
+    size = getattr(file, "size", None)
+    if callable(size):
+        return int(size())
+    at = file.tell()
+    end = file.seek(0, os.SEEK_END)
+    file.seek(at)
+    return end
+
+
 def blocks(stream: Stream, num_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
     """The rest of a stream, block by block."""
     while block := stream.read(num_bytes):

@@ -297,6 +297,9 @@ class _Remote:
     def seek(self, offset: int, whence: int = 0) -> int:
         return self._file.seek(offset, whence)
 
+    def size(self) -> int:
+        return self._file.size()
+
     def close(self) -> None:
         self._file.close()
 
