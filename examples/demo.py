@@ -160,10 +160,12 @@ def wait_until_ready(
         if service.poll() is not None:
             raise SystemExit(f"the service ended with status {service.returncode}:\n{log_path.read_text()}")
         try:
-            with urllib.request.urlopen(f"{url}/readyz", timeout=5):
-                return
+            with urllib.request.urlopen(f"{url}/readyz", timeout=5) as answer:
+                if json.loads(answer.read())["packing"]:
+                    return
         except OSError:
-            time.sleep(0.1)
+            pass
+        time.sleep(0.1)
     raise SystemExit(f"the service was not ready after {timeout_s:.0f} s:\n{log_path.read_text()}")
 
 

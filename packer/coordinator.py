@@ -29,7 +29,7 @@ from packer.manifest import (
 from packer.packing import partition_multiple
 from packer.pipeline import pack_partition
 from packer.report import report, total
-from packer.runners import Done, Runner, Tasks, WorkerDied
+from packer.runners import ClusterLost, Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import LockLost, NoSpaceLeft, Store, StoreError
 
@@ -125,8 +125,8 @@ def pack(
 ) -> dict[str, Any]:
     """Pack a dataset, or what is left of it, and return its report. Blocks.
 
-    `on_progress(manifest, num_partitions)` is called after each commit. Raises PackingFailed, Busy or
-    Cancelled.
+    `on_progress(manifest, num_partitions)` is called after each commit. Raises PackingFailed, Busy,
+    Cancelled, or ClusterLost of the runner.
     """
     key, started = dataset_key(job.dataset), time.monotonic()
     with store.lock(lock_key(job.dataset)) as mine:
@@ -165,7 +165,7 @@ def pack(
                     cancel,
                     lambda: _tell(manifest, window, on_progress),
                 )
-        except (Cancelled, Busy, KeyboardInterrupt):
+        except (Cancelled, Busy, ClusterLost, KeyboardInterrupt):
             raise
         except Exception as error:
             _require_lock(job, store)

@@ -63,7 +63,9 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: Service = app.state.padfree
-    await service.in_thread(uploads.sweep, service.store)
+    with contextlib.suppress(OSError):  # told by /readyz
+        await service.in_thread(service.store.probe)  # makes the folder of a new store
+        await service.in_thread(uploads.sweep, service.store)
     await service.start()
     try:
         yield

@@ -31,20 +31,32 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
 async def readyz(service: Service = Depends(service_of)) -> Response:  # noqa: B008
-    """Whether this replica can do its work, and what is missing."""
-    checks = {"store": await service.in_thread(check_store, service.store)}
+    """Whether this replica can serve what is packed: 200 or 503. And whether it can pack, and what lacks.
+
+    A replica that cannot pack now (Ray is away, the store is full) serves on and takes specs, which wait.
+    """
+    checks = {"store": await service.in_thread(check_reading, service.store)}
     if service.stopping.is_set():
         checks["service"] = "stopping"
-    if service.scheduler is not None:
-        checks["runner"] = service.scheduler.runner_state
     ready = all(state == "ok" for state in checks.values())
-    found: dict[str, Any] = {"ready": ready, "checks": checks}
+    found: dict[str, Any] = {"ready": ready, "packing": False, "checks": checks}
     if service.scheduler is not None:
+        checks["writing"] = await service.in_thread(check_writing, service.store)
+        checks["runner"] = service.scheduler.runner_state
+        found["packing"] = all(state == "ok" for state in checks.values())
         found["workers"] = service.scheduler.num_workers
     return JSONResponse(found, status_code=200 if ready else 503)
 
 
-def check_store(store: Store) -> str:
+def check_reading(store: Store) -> str:
+    """ "ok", or why the store cannot be read."""
+    try:
+        return "ok" if store.is_there() else f"there is no folder or bucket for the store {store.url}"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+
+
+def check_writing(store: Store) -> str:
     """ "ok", or why the store cannot be written."""
     try:
         store.probe()

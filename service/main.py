@@ -32,9 +32,13 @@ def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
         return InlineRunner()
 
     def ray() -> Runner:
+        if settings.ray_address is not None:
+            from packer.runners.apart import ApartRunner
+
+            return ApartRunner(settings.ray_address)
         from packer.runners.ray import RayRunner
 
-        return RayRunner(settings.ray_address, num_cpus=settings.workers)
+        return RayRunner(num_cpus=settings.workers)
 
     return ray
 

@@ -131,7 +131,7 @@ class Metrics:
             (self.streams_ended, ("complete", "disconnected", "cut", "refused")),
             (self.first_batch_seconds, ("ready", "packing")),
             (self.wait_seconds, ("reader", "packing")),
-            (self.jobs_ended, ("ready", "failed", "busy", "cancelled", "error")),
+            (self.jobs_ended, ("ready", "failed", "busy", "cancelled", "cluster_lost", "error")),
             (self.tasks_running, ("input", "partition")),
             (self.tasks_ended, ("done", "worker_died", "store_failed", "failed")),
             (self.rows_left_out, ("empty", "overlong", "rejected", "untrained")),

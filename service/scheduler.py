@@ -17,7 +17,7 @@ from collections.abc import Callable
 from packer import logs
 from packer.manifest import Manifest, dataset_key, list_datasets, read_origin
 from packer.report import of_capacities
-from packer.runners import Runner
+from packer.runners import ClusterLost, Runner
 from packer.spec import Job, SpecError, job_from_document
 from packer.store import Store
 from service.feeds import cancelled_key
@@ -33,8 +33,9 @@ _RUNNER_RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 class Scheduler:
     """Threads that pack. `start`, then `submit` at will, then `stop`.
 
-    `runner` is one, or makes one: that is done in a thread, and tried again when it fails, so that what
-    is packed is served while Ray is not there. `on_commit(dataset)` is called from those threads.
+    `runner` is one, or makes one: that is done in a thread, and tried again when it fails or when its
+    cluster is lost, so that what is packed is served while Ray is not there, and packing goes on with the
+    next cluster. `on_commit(dataset)` is called from those threads.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Scheduler:
         while not self._stopping:
             if self._runner is None:
                 if self._start_runner():
+                    tries = 0
                     continue
                 wait_s = _RUNNER_RETRY_S[min(tries, len(_RUNNER_RETRY_S) - 1)]
                 tries += 1
@@ -146,6 +148,9 @@ class Scheduler:
         assert self._runner is not None
         try:
             found = self._runner.num_workers
+        except ClusterLost as error:
+            self._lose_runner(error)
+            return
         except Exception as error:  # whatever Ray raises where its head is away
             log.debug("the workers cannot be counted now: %s", error)
             return
@@ -153,6 +158,18 @@ class Scheduler:
             log.info("%d workers, %d before", found, self.num_workers)
             self.num_workers = found
             self._metrics.workers.set(found)
+
+    def _lose_runner(self, error: ClusterLost) -> None:
+        """The runner's cluster is gone: what it ran ends with ClusterLost, and another runner is made."""
+        if self._make_runner is None:
+            return
+        log.warning("packing waits for a cluster: %s", error)
+        with self._change:
+            runner, self._runner = self._runner, None
+            self.runner_state, self.num_workers = f"lost: {error}", 0
+        self._metrics.workers.set(0)
+        if runner is not None:
+            runner.close()
 
     def _scan(self) -> None:
         try:
@@ -189,10 +206,12 @@ class Scheduler:
                 cancel = self._running[dataset] = threading.Event()
                 asked_by = self._asked_by.pop(dataset, None)
             about = {"dataset": dataset, "job": uuid.uuid4().hex[:12]}
-            about |= self._asker(dataset, asked_by)
             try:
+                about |= self._asker(dataset, asked_by)
                 with logs.using(about):
                     self._pack(dataset, cancel)
+            except OSError as error:  # the next scan takes the dataset up again
+                log.warning("dataset %s cannot be read now: %s", dataset, error)
             finally:
                 with self._change:
                     del self._running[dataset]
@@ -208,14 +227,14 @@ class Scheduler:
         # Imported here: a replica that only serves loads neither tokenizers nor sources.
         from packer.coordinator import Busy, Cancelled, PackingFailed, pack
 
-        job = self._job(dataset)
-        if job is None or self._runner is None:
+        job, chosen = self._job(dataset), self._runner
+        if job is None or chosen is None:
             return
         log.info("packing %s (%s)", dataset, job.spec.name)
         since = time.monotonic()
         max_tokens = job.spec.packing.capacities[-1]
         counted = _Counted(self._metrics, self._num_commits(dataset), max_tokens=max_tokens)
-        runner = CountedRunner(self._runner, self._metrics)
+        runner = CountedRunner(chosen, self._metrics)
 
         def on_progress(manifest: Manifest, num_partitions: int) -> None:
             counted.add(manifest)
@@ -229,6 +248,8 @@ class Scheduler:
             log.error("packing %s failed: %s", dataset, error)
         except (Busy, Cancelled) as error:
             how = type(error).__name__.lower()
+        except ClusterLost:  # told where the runner is made anew
+            how = "cluster_lost"
         except Exception as error:  # the thread lives on; the dataset is tried again by the next scan
             how = "error"
             log.exception("packing %s stopped: %s", dataset, error)

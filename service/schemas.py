@@ -113,7 +113,8 @@ class Balance(BaseModel):
 
 
 class Readiness(BaseModel):
-    ready: bool
+    ready: bool = Field(description="Whether datasets can be served")
+    packing: bool = Field(description="Whether datasets can be packed too")
     checks: dict[str, str] = Field(description='"ok", or what is wrong, by part')
     workers: int | None = Field(None, description="Tasks that can run at once, where this replica packs")
 

@@ -12,6 +12,10 @@ class WorkerDied(RuntimeError):
     """The process that ran a task is gone: killed, out of memory, or its machine was lost. Transient."""
 
 
+class ClusterLost(RuntimeError):
+    """The cluster that ran the tasks is gone, and the runner with it. Transient: another may come."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
     """A task that ended: with a value, or with the error it raised (WorkerDied if it could not end).
@@ -30,14 +34,14 @@ class Tasks(Protocol):
     """The running tasks of one job."""
 
     def submit(self, function: Callable[..., Any], *args: Any) -> int:
-        """Start `function(*args)`; both must be picklable. Returns the task's number.
+        """Start `function(*args)`; both must be picklable. Returns the task's number. Raises ClusterLost.
 
         What it logs carries the ids that are in use here (packer.logs).
         """
         ...
 
     def wait(self, timeout_s: float) -> list[Done]:
-        """Tasks that ended, as soon as there is one; none after `timeout_s`."""
+        """Tasks that ended, as soon as there is one; none after `timeout_s`. Raises ClusterLost."""
         ...
 
 
@@ -48,7 +52,7 @@ class Runner(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """How many tasks can run at once, now."""
+        """How many tasks can run at once, now. Raises ClusterLost."""
         ...
 
     def open(self) -> AbstractContextManager[Tasks]:

@@ -123,6 +123,17 @@ class RayRunner:
     def num_workers(self) -> int:
         return max(1, int(ray.cluster_resources().get("CPU", 1)))
 
+    def count(self) -> int:
+        """CPUs of the cluster. Raises RuntimeError where this process's own node is not part of it any more.
+
+        Where the cluster was replaced by another, Ray ends this process here.
+        """
+        node = ray.get_runtime_context().get_node_id()
+        alive = {one["NodeID"]: one["Resources"] for one in ray.nodes() if one["Alive"]}
+        if node not in alive:
+            raise RuntimeError("the Ray node of this program has ended")
+        return int(sum(resources.get("CPU", 0) for resources in alive.values()))
+
     @contextlib.contextmanager
     def open(self) -> Iterator[_RayTasks]:
         tasks = _RayTasks()

@@ -12,9 +12,10 @@ from packs import build_dataset, numbered_packs, start_dataset
 from serving import messages, packs_by_arrow, running, spawned, wait_for
 
 from packer.logs import request_id
+from packer.runners import InlineRunner
 from packer.store import LocalStore
 from service import logs
-from service.health import check_store
+from service.health import check_writing
 from service.settings import Settings
 from trainer_client import PackedStream
 
@@ -149,18 +150,28 @@ def test_json_logs_carry_the_request_id(capsys):
 
 def test_readiness_names_what_is_missing(tmp_path):
     with running(tmp_path) as server:
-        assert server.get("/readyz").json == {"ready": True, "checks": {"store": "ok"}}
-        (tmp_path / "file").write_text("")
-        server.service.store.root = tmp_path / "file"
+        assert server.get("/readyz").json == {"ready": True, "packing": False, "checks": {"store": "ok"}}
+        server.service.store.root = tmp_path / "gone"
         answer = server.get("/readyz")
         assert answer.status == 503
-        assert answer.json["checks"]["store"].startswith("cannot be written")
+        assert answer.json["checks"]["store"].endswith("/gone")
         assert server.get("/healthz").status == 200
+
+
+def test_a_store_that_is_full_is_served_from(tmp_path, monkeypatch):
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2)
+    with running(tmp_path, runner=InlineRunner()) as server:
+        assert wait_for(lambda: server.get("/readyz").json["packing"])
+        monkeypatch.setattr(server.service.store, "space", lambda: (1000, 10**9))
+        answer = server.get("/readyz")
+        assert (answer.status, answer.json["ready"], answer.json["packing"]) == (200, True, False)
+        assert answer.json["checks"]["writing"] == "only 1000 bytes are free, make room"
+        assert len(packs_by_arrow(server.stream(dataset).body)) == 4
 
 
 def test_the_store_check_leaves_nothing(tmp_path):
     store = LocalStore(tmp_path / "new")
-    assert check_store(store) == "ok"
+    assert check_writing(store) == "ok"
     assert list(store.root.iterdir()) == []
 
 
