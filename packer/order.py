@@ -212,7 +212,8 @@ class EvenDeal:
 
     costs: of the packs at positions, (k,) to (k,). With it the packs of a step go to ranks so that the
     ranks' costs are about even: dearest first, in rounds of one pack a rank, in each round the dearest to
-    the rank that has least so far (restricted LPT: Coffman, Frederickson, Lueker 1984).
+    the rank that has least so far (restricted LPT: Coffman, Frederickson, Lueker 1984). A rank has them in
+    the order of rounds, so that packs of about the same cost are side by side in micro-batches too.
     """
 
     num_packs: int
@@ -262,7 +263,7 @@ class EvenDeal:
         return self.costs is not None and self.packs_per_step > 1 and self.world_size > 1
 
     def _balanced(self, begin: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions (k, world_size, packs_per_step), rising for each rank, beyond num_packs for fillers."""
+        """Positions (k, world_size, packs_per_step), dearest first, beyond num_packs for fillers."""
         assert self.costs is not None
         world, rounds = self.world_size, self.packs_per_step
         position = begin[:, None] + np.arange(world * rounds)
@@ -278,7 +279,6 @@ class EvenDeal:
             ranks = np.argsort(load, axis=1, kind="stable")  # the k-th dearest of the round goes to ranks[k]
             np.put_along_axis(place[:, :, number], ranks, dearest[:, these], axis=1)
             np.put_along_axis(load, ranks, np.take_along_axis(load, ranks, axis=1) + cost[:, these], axis=1)
-        place.sort(axis=2)
         return begin[:, None, None] + place
 
 

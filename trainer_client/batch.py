@@ -40,7 +40,7 @@ class PackedBatch:
     # Trained tokens of the whole optimiser step, over all ranks; 1 where there are none, so that such a
     # step has loss 0 and not 0/0.
     num_items_in_batch: int
-    optimizer_step: int = 0  # within the epoch; other than `step` in a "step" dataset alone
+    optimizer_step: int = 0  # within the epoch; other than `step` where micro-batches make a step
     step_done: bool = True  # the last micro-batch of its optimiser step
     is_padding: bool = False  # fills up a short last step (tail="pad"): nothing in it is trained
     max_tokens: int | None = None  # that its packs were made for, where that is known

@@ -6,7 +6,7 @@ Pure. Steps are counted from the cursor that the way begins at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -162,8 +162,14 @@ class Course:
         return total - _num_within(left_out, total)
 
     @property
-    def packs_a_batch(self) -> int:
+    def packs_a_step(self) -> int:
+        """That this rank gets in a step."""
         return self.split.packs_per_step if self._deal is None else 1
+
+    @property
+    def micro_batches(self) -> int:
+        """Batches that make a step: one, or those that the stream was asked for."""
+        return self.split.micro_batches if self._deal is None else 1
 
     def room_of(self, num_tokens: Sequence[int]) -> int | None:
         """Tokens that a batch of packs of these lengths has room for: one of few numbers. None: not known.
@@ -174,7 +180,7 @@ class Course:
         """
         capacities = self.layout.capacities
         if capacities is None or len(capacities) == 1:
-            return None if capacities is None else capacities[0] * self.packs_a_batch
+            return None if capacities is None else capacities[0] * self.packs_a_step // self.micro_batches
         each = [min((c for c in capacities if c >= n), default=capacities[-1]) for n in num_tokens]
         return -(-sum(each) // max(each)) * max(each)
 
@@ -213,6 +219,11 @@ class Course:
             epoch=self.start.epoch, packs=packs, step=self.start.step + step + 1, micro_step=micro
         )
         return normal(cursor, self.split, self.layout)
+
+    def within(self, step: int, micro_step: int) -> Cursor:
+        """The cursor once the first `micro_step` micro-batches of `step` were taken, not all of them."""
+        begin = self.after(step - 1) if step else self.start
+        return replace(begin, micro_step=micro_step)
 
     def optimizer_step(self, step: int) -> int:
         """The number of the optimiser step that loop step `step` is of, within the epoch."""

@@ -21,31 +21,38 @@ Balance = Literal["none", "attention"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """After how much of which epoch. `step` counts the loop steps of this epoch, on any world size."""
+    """After how much of which epoch. `step` counts the steps of this epoch, on any world size: those that
+    Split deals, in a "step" dataset loop steps.
+
+    micro_step: micro-batches taken of an optimiser step that is not done. In a "step" dataset `packs` counts
+    them; elsewhere not, since how they are dealt depends on the split.
+    """
 
     epoch: int = 0
     packs: int = 0  # of this epoch, consumed by all ranks together; fillers are none
     step: int = 0
-    micro_step: int = 0  # of a "step" dataset: loop steps taken of an optimiser step that is not done
+    micro_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """How an epoch is dealt to ranks and steps, and which rank this is.
 
-    Of a "step" dataset packs_per_step and tail are not used: an optimiser step is dealt whole, one pack a
-    rank and loop step.
+    packs_per_step: that a rank takes in an optimiser step, in micro_batches batches of as many each.
+    Of a "step" dataset these and tail are not used: an optimiser step is dealt whole, one pack a rank and
+    loop step.
     """
 
     rank: int = 0
     world_size: int = 1
     packs_per_step: int = 1
+    micro_batches: int = 1
     shuffle_seed: int | None = 0
     tail: Tail = "drop"
     balance: Balance = "none"
 
     def __post_init__(self) -> None:
-        for name in ("world_size", "packs_per_step"):
+        for name in ("world_size", "packs_per_step", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: 1 or more is required, found {getattr(self, name)}")
         if not 0 <= self.rank < self.world_size:
@@ -132,6 +139,7 @@ def to_state(
         "shuffle_seed": split.shuffle_seed,
         "world_size": split.world_size,
         "packs_per_step": split.packs_per_step,
+        "micro_batches": split.micro_batches,
         "tail": split.tail,
         "balance": split.balance,
         "epochs": term.epochs,
@@ -144,7 +152,7 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
     """The cursor in `state`. Raises StateMismatch where it is of another dataset or order.
 
     world_size, packs_per_step and tail may differ: what is left is dealt out by the stream's own. balance
-    may, save within an optimiser step of a "step" dataset, whose packs it reorders.
+    may, save within an optimiser step, whose packs it reorders; micro_batches may not within one.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"a state as state_dict() gives it is required, found {type(state).__name__}")
@@ -182,7 +190,22 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
             hint="it was saved within an optimiser step, whose packs have another order then: open the "
             "stream with the balance of the state",
         )
+    if cursor.micro_step and max(split.micro_batches, state.get("micro_batches", 1)) > 1:
+        names = ("world_size", "packs_per_step", "micro_batches")
+        wanted, found = (getattr(split, name) for name in names), (state.get(name, 1) for name in names)
+        _require_same_step(tuple(wanted), tuple(found), names)
     return cursor
+
+
+def _require_same_step(wanted: tuple[Any, ...], found: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    if wanted != found:
+        raise StateMismatch(
+            ", ".join(names),
+            wanted=wanted,
+            found=found,
+            hint="it was saved between two micro-batches of an optimiser step, which is dealt otherwise "
+            "here: load a state of a whole step (batch.step_done), or open the stream as it was",
+        )
 
 
 def fillers_in(state: Mapping[str, Any]) -> int:

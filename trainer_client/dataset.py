@@ -80,6 +80,12 @@ class PackedDataset(IterableDataset):
                 "device: None is required with num_workers > 0 (workers must not touch it), found "
                 f"{self._stream._device}; use num_workers=0, the stream reads ahead by itself"
             )
+        if num_workers > 1 and self._stream._split.micro_batches > 1:
+            raise ValueError(
+                f"micro_batches: 1 is required with {num_workers} workers, which take turns by steps, "
+                f"found {self._stream._split.micro_batches}; use one worker, or none: the stream reads ahead "
+                "by itself"
+            )
         if self._began is None:
             self._stream._go_on()
             self._began = self._stream.state_dict()

@@ -38,8 +38,9 @@ class DatasetTooSmall(ClientError, ValueError):
 
     def __init__(self, dataset: str, *, num_packs: int, packs_needed: int) -> None:
         super().__init__(
-            f"a step takes {packs_needed} packs (world_size x packs_per_step), but dataset {dataset} has "
-            f'only {num_packs}: there would be no step at all; use a smaller packs_per_step, or tail="pad"'
+            f"a step takes {packs_needed} packs (world_size x packs_per_step x micro_batches), but dataset "
+            f"{dataset} has only {num_packs}: there would be no step at all; use a smaller packs_per_step, "
+            'or tail="pad"'
         )
         self.dataset = dataset
         self.num_packs = num_packs

@@ -212,10 +212,10 @@ class Reader:
                     max_steps=max_steps,
                 )
                 count = 0
-                with contextlib.closing(self._steps(request, course)) as batches:
-                    for batch in batches:
+                with contextlib.closing(self._steps(request, course)) as steps:
+                    for batches in steps:
                         retry.progress()
-                        yield batch
+                        yield from batches
                         number, count = number + self.lane.count, count + 1
                 if max_steps is None or count < max_steps:
                     self._check_end(start, course.kept(number))
@@ -261,11 +261,11 @@ class Reader:
                 left_over,
             )
 
-    def _steps(self, request: Request, course: Course) -> Generator[PackedBatch, None, None]:
-        """Packs grouped to steps."""
+    def _steps(self, request: Request, course: Course) -> Generator[list[PackedBatch], None, None]:
+        """Packs grouped to steps: the batches of each."""
         group: list[Received] = []
         step = request.start
-        size = course.packs_a_batch
+        size = course.packs_a_step
         with contextlib.closing(self.transport.packs(request)) as packs:
             for received in packs:
                 stamp = received.stamp
@@ -279,7 +279,7 @@ class Reader:
                     course = self._better_course(course, step)
                 group.append(received)
                 if len(group) == size:
-                    yield self._batch(group, course, step)
+                    yield self._batches(group, course, step)
                     group, step = [], step + request.stride
         if group:
             raise Lost(f"the stream ended within step {step}")
@@ -295,19 +295,40 @@ class Reader:
     def _padded(self, pack: Pack) -> Pack:
         return pack if self.segment_multiple == 1 else with_multiple(pack, self.segment_multiple)
 
-    def _batch(self, group: list[Received], course: Course, step: int) -> PackedBatch:
+    def _batches(self, group: list[Received], course: Course, step: int) -> list[PackedBatch]:
+        """The batches of a step; at the start those that are not taken yet."""
+        count = course.micro_batches
+        if count == 1:
+            return [self._batch(group, course, step, course.after(step))]
+        size = len(group) // count
+        taken = course.start.micro_step if step == 0 else 0
+        return [
+            self._batch(
+                group[number * size : (number + 1) * size],
+                course,
+                step,
+                course.within(step, number + 1) if number + 1 < count else course.after(step),
+                number,
+            )
+            for number in range(taken, count)
+        ]
+
+    def _batch(
+        self, group: list[Received], course: Course, step: int, after: Cursor, number: int = 0
+    ) -> PackedBatch:
+        """Micro-batch `number` of a step, after which the stream stands at `after`."""
         stamp, packs = group[-1].stamp, [received.pack for received in group]
         return flatten(
             [self._padded(pack) for pack in packs],
             padding=[received.stamp.padding for received in group],
             epoch=course.start.epoch,
-            step=course.start.step + step,
+            step=(course.start.step + step) * course.micro_batches + number,
             optimizer_step=course.optimizer_step(step),
             num_items=stamp.num_items,
             step_done=stamp.step_done,
             max_tokens=course.room_of([pack.num_tokens for pack in packs]),
             state=to_state(
-                course.after(step),
+                after,
                 self.split,
                 self.transport.dataset,
                 self.term,

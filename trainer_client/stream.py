@@ -59,6 +59,9 @@ class PackedStream:
         then the source is asked at once, and `stream.dataset` is the id.
     rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
         packs_per_step of them as one batch. All ranks take the same number of steps.
+    micro_batches: batches that make an optimiser step (gradient accumulation): the step takes
+        world_size x micro_batches x packs_per_step packs, `batch.step_done` is true on its last batch, and
+        num_items_in_batch and balance are of the whole step.
     epochs: how many there are in all, counted from the dataset's first. With epochs=3 the stream ends
         behind epoch 2, however often the run is broken off and resumed; a run that came to its end and is
         resumed gives nothing more. Iterating once more over a stream that came to its end here goes on
@@ -77,9 +80,10 @@ class PackedStream:
     timeout_s: after so long without a step an error instead of another try.
     report_s: how often a service is told how long the loop waited for data, for its /metrics; None: never.
 
-    A dataset of strategy "step" says itself how many packs an optimiser step has, and packs_per_step and
-    tail are not used: each batch is a micro-batch of one pack, `batch.step_done` is true on the last one of
-    an optimiser step, and a rank that has none left gets one that trains nothing. No step is dropped.
+    A dataset of strategy "step" says itself how many packs an optimiser step has; packs_per_step,
+    micro_batches and tail are not used: each batch is a micro-batch of one pack, `batch.step_done` is true on
+    the last one of an optimiser step, and a rank that has none left gets one that trains nothing. No step is
+    dropped.
 
     Every pack is seen once an epoch over all ranks, save what tail="drop" leaves out (num_left_over).
     `state_dict` counts what the loop has taken, not what was read ahead, so it is exact after any step;
@@ -94,6 +98,7 @@ class PackedStream:
         rank: int = 0,
         world_size: int = 1,
         packs_per_step: int = 1,
+        micro_batches: int = 1,
         epochs: int | None = 1,
         shuffle_seed: int | None = 0,
         tail: Tail = "drop",
@@ -115,7 +120,8 @@ class PackedStream:
         self._split = Split(
             rank=rank,
             world_size=world_size,
-            packs_per_step=packs_per_step,
+            packs_per_step=packs_per_step * max(1, micro_batches),
+            micro_batches=micro_batches,
             shuffle_seed=shuffle_seed,
             tail=tail,
             balance=balance,
@@ -262,12 +268,12 @@ class PackedStream:
         After a change of world_size or packs_per_step within an epoch that epoch counts the steps that were
         taken and those that are left; epochs before it count as if they had been dealt as now.
         """
-        return self._sum(lambda course: course.num_taken + (course.num_kept or 0))
+        return self._sum(lambda course: (course.num_taken + (course.num_kept or 0)) * course.micro_batches)
 
     @property
     def num_optimizer_steps(self) -> int:
         """Optimiser steps of a whole iteration: for `max_steps` and schedules of the learning rate. It is
-        len(), save for a "step" dataset, of which len() counts micro-batches."""
+        len(), save where that counts micro-batches."""
         return self._sum(lambda course: course.num_optimizer_steps)
 
     def _sum(self, count: Callable[[Course], int]) -> int:

@@ -27,6 +27,12 @@ def add(verbs: Any) -> None:
         default="drop",
         help="packs that fill no step: left out, or filled up with packs that train nothing (drop)",
     )
+    parser.add_argument(
+        "--balance",
+        choices=["none", "attention"],
+        default="none",
+        help="attention: the ranks of a step get packs of about the same cost (none)",
+    )
     parser.add_argument("--max-steps", type=int, help="stop after this many steps")
     common.add_place(parser)
     common.add_json(parser)
@@ -50,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             epochs=args.epochs,
             shuffle_seed=args.shuffle_seed,
             tail=args.tail,
+            balance=args.balance,
             token=args.token,
         ) as stream:
             dataset = stream.dataset
@@ -59,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
                 tokens, trained = tokens + batch.num_tokens, trained + batch.num_trained
                 if steps == args.max_steps:
                     break
+            stats = stream.stats()
     except ClientError as error:
         raise CommandError(str(error)) from None
     except ValueError as error:
@@ -74,10 +82,16 @@ def run(args: argparse.Namespace) -> int:
         "seconds": seconds,
         "tokens_per_s": tokens / flowing_s if flowing_s > 0 else 0.0,
         "first_batch_s": first_batch_s,
+        "stall_share": stats.stall_share,
     }
+    if args.balance != "none":
+        result["idle_share"] = {"none": stats.idle_share_before, "attention": stats.idle_share_after}
     if not args.json:
         first = f"{first_batch_s:.3f} s" if first_batch_s is not None else "never"
         print(f"{steps:,} steps, {packs:,} packs, {tokens:,} tokens in {seconds:.2f} s", file=sys.stdout)
         print(f"first batch after {first}, then {result['tokens_per_s']:,.0f} tokens/s")
+        if "idle_share" in result:
+            before, after = stats.idle_share_before, stats.idle_share_after
+            print(f"ranks wait for each other {after:.1%} of the time, {before:.1%} without balance")
     common.print_result(args, result)
     return 0

@@ -68,6 +68,12 @@ def test_pack_stream_list_inspect_verify(tmp_path: Path) -> None:
     assert streamed["packs"] == streamed["steps"] == report["num_packs"]
     assert streamed["tokens"] == report["tokens_packed"]
     assert streamed["tokens_trained"] == report["tokens_trained"]
+    even = padfree(
+        "stream", view["id"], "--store", store, "--world-size", 4, "--packs-per-step", 4,
+        "--balance", "attention", "--json",
+    )  # fmt: skip
+    shares = last_json(even)["idle_share"]
+    assert 0 < shares["attention"] < shares["none"] < 1
     assert [one["id"] for one in last_json(padfree("datasets", "--store", store, "--json"))] == [view["id"]]
     assert "pack 0: 2048 tokens" in padfree("inspect", view["id"], "--store", store).stdout
     assert last_json(padfree("inspect", view["id"], "--store", store, "--json"))["packs"][0]["pack"] == 0

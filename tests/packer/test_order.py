@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -122,7 +124,12 @@ def test_an_even_deal_gives_each_rank_its_share_of_a_step(
         got = [ranks[rank].position[step].tolist() for rank in range(world_size)]
         assert whole[step].tolist() == got
         assert sorted(p for one in got for p in one if p != order.FILLER) == due
-        assert all([p for p in one if p >= 0] == sorted(p for p in one if p >= 0) for one in got)
+        if balanced and world_size > 1 and packs_per_step > 1:
+            of_rounds = [sorted(cost[p] if p >= 0 else -1 for p in each) for each in zip(*got, strict=True)]
+            # No pack of a round is cheaper than any of the next.
+            assert all(one[0] >= two[-1] for one, two in itertools.pairwise(of_rounds) if one[0] >= 0)
+        else:
+            assert all([p for p in one if p >= 0] == sorted(p for p in one if p >= 0) for one in got)
         for dealt in ranks:
             assert (dealt.begin[step], dealt.stop[step], dealt.after[step]) == (
                 first,
@@ -142,7 +149,7 @@ def test_a_balanced_deal_by_hand() -> None:
     # Dearest first, in rounds of two: 9 8, then 7 to the one with 8 and 6 to the other, then 1 each.
     cost = np.array([1, 9, 7, 8, 6, 1])
     deal = order.EvenDeal(num_packs=6, world_size=2, packs_per_step=3, costs=lambda at: cost[at])
-    assert deal.all_positions(np.arange(1)).tolist() == [[[0, 1, 4], [2, 3, 5]]]
+    assert deal.all_positions(np.arange(1)).tolist() == [[[1, 4, 0], [3, 2, 5]]]
     assert order.rank_costs(deal, lambda at: cost[at]).tolist() == [[16, 16]]
     plain = order.EvenDeal(num_packs=6, world_size=2, packs_per_step=3)
     assert order.rank_costs(plain, lambda at: cost[at]).tolist() == [[17, 15]]
