@@ -50,16 +50,39 @@ def test_every_example_as_if_alone(tmp_path: Path, packing: dict[str, Any]) -> N
     assert_equal_alone(evaluation.evaluate(tiny(), evaluation.open_stream(str(tmp_path), dataset)), rows)
 
 
-def test_pieces_of_a_cut_example_come_together(tmp_path: Path) -> None:
-    """Their losses are the pieces', the first token of each never trained; the example is told once."""
+@pytest.mark.parametrize(
+    "packing",
+    [
+        {"strategy": "wrapped", "max_tokens": 10},
+        {"strategy": "best_fit", "max_tokens": 10, "overlong": "split"},
+    ],
+)
+def test_pieces_of_a_cut_example_come_together(tmp_path: Path, packing: dict[str, Any]) -> None:
+    """By example_ids: the loss of an example is the sum of its pieces', each evaluated alone."""
     rows = rows_of(7)
-    options = {"strategy": "wrapped", "minibatch_size": None, "max_tokens": 10}
-    dataset = pack_rows(tmp_path, rows, **options)
+    dataset = pack_rows(tmp_path, rows, minibatch_size=None, **packing)
     found = evaluation.evaluate(tiny(), evaluation.open_stream(str(tmp_path), dataset))
-    batches = list(evaluation.open_stream(str(tmp_path), dataset))
-    assert sum(batch.num_segments for batch in batches) > len(rows)
-    assert sum(loss.num_tokens for loss in found.values()) == sum(batch.num_trained for batch in batches)
+    pieces: list[tuple[int, Row]] = []
+    for batch in evaluation.open_stream(str(tmp_path), dataset):
+        for number, example in enumerate(batch.example_ids.tolist()):
+            part = slice(batch.cu_seqlens[number], batch.cu_seqlens[number + 1])
+            piece = {"input_ids": batch.input_ids[part].tolist(), "labels": batch.labels[part].tolist()}
+            pieces.append((example, piece))
+    assert len(pieces) > len(rows)
+    wanted: dict[int, tuple[float, int]] = {}
+    for number, (total, count) in alone([piece for _, piece in pieces]).items():
+        example = pieces[number][0]
+        before = wanted.get(example, (0.0, 0))
+        wanted[example] = (before[0] + total, before[1] + count)
+    assert found.keys() == wanted.keys()
     assert set(found) <= set(range(len(rows)))
+    for example, (total, count) in wanted.items():
+        assert found[example].num_tokens == count
+        assert found[example].total == pytest.approx(total, abs=1e-4)
+    # No token is lost on the way: the pieces of each example are the example.
+    for example, row in enumerate(rows):
+        tokens = [token for of, piece in pieces if of == example for token in piece["input_ids"]]
+        assert sorted(tokens) == sorted(row["input_ids"])
 
 
 def on_rank(store: Path, dataset: str) -> tuple[dict[int, evaluation.ExampleLoss], list[int], int]:
