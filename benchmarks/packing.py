@@ -4,6 +4,7 @@
     python benchmarks/packing.py --peer-python PEERS/bin/python   and the peers installed there
     python benchmarks/packing.py --data FOLDER                    and lengths of the JSON Lines files in it
     python benchmarks/packing.py --largest 1e8                    scale further than 10 million examples
+    python benchmarks/packing.py --only scale                     one part: examples, million, scale, order
 
 Peers are looked for in the interpreter of --peer-python (else in this one); what is not installed there is
 left out, and the output says so. An environment for them, apart from padfree's own:
@@ -34,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 PEERS = ("trl_1000", "trl_one", "axolotl", "ffd", "first_fit")
+CAPACITIES = (2048, 4096, 8192, 16384, 32768)
+PARTS = ("examples", "million", "scale", "order")
 OURS = ("window", "global")
 TITLES = {
     "window": "padfree window",
@@ -330,31 +333,43 @@ def main() -> None:
         "--million", type=float, default=1e6, help="of each row of the second; 0 leaves it out"
     )
     parser.add_argument("--largest", type=float, default=1e7, help="of the table of scale")
+    parser.add_argument("--only", choices=PARTS, help="one part alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         child(arguments.child)
         return
-    n = int(arguments.examples)
-    cases = [(s, split(synthetic(s, n), c), c) for s in SYNTHETIC for c in (2048, 8192, 32768)]
-    for path in sorted(arguments.data.glob("*.jsonl*")) if arguments.data else []:
-        lengths = from_file(path, n)
-        cases += [(path.name.split(".")[0], split(lengths, c), c) for c in (4096,)]
+    parts = (arguments.only,) if arguments.only else PARTS
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.peer_python, folder)
-        print(f"{n:,} examples: packs over the lower bound · CPU time an example\n")
-        bench.compare(cases, OURS + PEERS)
-        if arguments.million:
+        if "examples" in parts:
+            examples_tables(bench, int(arguments.examples), arguments.data)
+        if "million" in parts and arguments.million:
             n = int(arguments.million)
             print(f"{n:,} examples\n")
-            large = [("instructions", 4096), ("math", 2048)]
-            cases = [(s, split(synthetic(s, n), c), c) for s, c in large]
+            cases = [(s, split(synthetic(s, n), c), c) for s, c in (("instructions", 4096), ("math", 2048))]
             bench.compare(cases, (*OURS, "trl_one", "axolotl", "ffd", "first_fit"))
-        bench.scale(arguments.largest)
+        if "scale" in parts:
+            bench.scale(arguments.largest)
         bench.stop()
-        order_table()
+        if "order" in parts:
+            order_table()
         for name, reason in bench.missing.items():
             print(f"left out: {TITLES[name]} ({reason})")
+
+
+def examples_tables(bench: Bench, n: int, data: Path | None) -> None:
+    """Synthetic lengths, then those of files. TRL in one batch takes minutes on files of long rows: its packs
+    are those of first-fit decreasing, which stands beside it in the first table."""
+    print(f"{n:,} examples: packs over the lower bound · CPU time an example\n")
+    cases = [(s, split(synthetic(s, n), c), c) for s in SYNTHETIC for c in (2048, 8192, 32768)]
+    bench.compare(cases, OURS + PEERS)
+    cases = []
+    for path in sorted(data.glob("*.jsonl*")) if data else []:
+        lengths = from_file(path, n)
+        cases += [(path.name.split(".")[0], split(lengths, c), c) for c in CAPACITIES]
+    if cases:
+        bench.compare(cases, (*OURS, "trl_1000", "axolotl", "ffd", "first_fit"))
 
 
 if __name__ == "__main__":

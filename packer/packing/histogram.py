@@ -42,9 +42,10 @@ def histogram_best_fit(sizes: Int64, capacity: int, seed: int | None = None) -> 
     by_size = sorted_by(sizes, capacity.bit_length(), seed)
     following = (np.cumsum(counts) - counts).tolist()  # the next unused piece of each size
     order = np.empty(len(sizes), np.int64)
-    written = 0
+    written, widths = 0, []
     for repeats, lengths in found:
-        width = sum(copies for _, copies in lengths)
+        width = sum([copies for _, copies in lengths])
+        widths.append(width)
         rows = order[written : written + repeats * width].reshape(repeats, width)
         column = 0
         for length, copies in lengths:
@@ -53,10 +54,9 @@ def histogram_best_fit(sizes: Int64, capacity: int, seed: int | None = None) -> 
             rows[:, column : column + copies] = by_size[first : following[length]].reshape(repeats, copies)
             column += copies
         written += repeats * width
-    widths = np.array([sum(copies for _, copies in p.lengths) for p in found], np.int64)
     repeats_of = np.array([p.repeats for p in found], np.int64)
     offsets = np.zeros(int(repeats_of.sum()) + 1, np.int64)
-    np.cumsum(np.repeat(widths, repeats_of), out=offsets[1:])
+    np.cumsum(np.repeat(np.array(widths, np.int64), repeats_of), out=offsets[1:])
     return Layout(order, offsets)
 
 

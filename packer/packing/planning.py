@@ -226,10 +226,12 @@ def _finished(
 ) -> PackPlan:
     again = pieces.example[1:][pieces.example[1:] == pieces.example[:-1]]
     length = pieces.length[layout.order]
+    # Mostly a piece is an example, from its first token on: then there is nothing to look up.
+    whole = len(pieces.example) == len(lengths) and not len(again)
     max_tokens = np.array([capacity.max_tokens for capacity in capacities], np.int64)
     return PackPlan(
-        example=pieces.example[layout.order],
-        start=pieces.start[layout.order],
+        example=layout.order if whole else pieces.example[layout.order],
+        start=pieces.start[layout.order] if pieces.start.any() else np.zeros(len(length), np.int64),
         length=length,
         pack_offsets=layout.offsets,
         pack_capacity=max_tokens[smallest_that_holds(length[layout.offsets[:-1]], capacities)],

@@ -1,11 +1,14 @@
 """Seeded orders: of equal pieces, of packs, and of the segments in a pack.
 
-Large arrays are ordered by sorting one 64-bit number an element: what to sort by, then pseudo-random
-bits, then the element's own place. All numbers differ, so every machine and every sorting algorithm gives
-the same order, and numpy's vectorised sort needs no second array.
+What is sorted by comes first, then 16 pseudo-random bits, then the place: the same order on every machine. A
+radix sort does that, 16 bits a pass from the lowest, each a stable argsort of 16-bit numbers, for which numpy
+counts. Where the arrays are larger than a cache, its lookups cost more than numpy's vectorised sort of one
+64-bit number an element, which holds all three: then that is taken, and needs no second array.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,8 @@ from packer.packing.values import Int64, Layout
 _EQUALS, _PACKS, _SEGMENTS, _GROUPS = 1, 2, 3, 4  # what a derived seed is for
 _GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction, times 2**64
 _BLOCK = 1 << 18  # elements that are hashed at once: what a core's cache holds
+_DIGIT = 16  # bits a pass, and random bits an element
+_LARGE = 1 << 22  # elements from which one sort is faster than passes
 BALANCE_GROUP = 128  # packs that cost about the same and stand side by side
 
 
@@ -47,7 +52,8 @@ def shuffle(
     place = np.empty(num_packs, np.int64)
     place[packs] = np.arange(num_packs)
     counts = np.diff(layout.offsets)
-    within = _argsort(np.repeat(place, counts), num_packs.bit_length(), derive_seed(seed, _SEGMENTS))
+    of_piece = np.repeat(place.astype(np.uint32), counts)
+    within = _argsort(of_piece, num_packs.bit_length(), derive_seed(seed, _SEGMENTS))
     offsets = np.zeros(num_packs + 1, np.int64)
     np.cumsum(counts[packs], out=offsets[1:])
     return Layout(layout.order[within], offsets)
@@ -89,24 +95,44 @@ def _groups_of_equal_cost(costs: Int64, seed: int) -> Int64:
     return groups
 
 
-def _argsort(values: Int64, num_bits: int, seed: int | None) -> Int64:
+def _argsort(values: NDArray[Any], num_bits: int, seed: int | None) -> Int64:
+    num_random = 0 if seed is None else _DIGIT
+    if len(values) >= _LARGE and num_bits + num_random + len(values).bit_length() <= 64:
+        return _argsort_large(values, seed)
+    order = None if seed is None else np.argsort(_random_digits(0, len(values), seed), kind="stable")
+    for shift in range(0, num_bits, _DIGIT):
+        digits = (values >> shift).astype(np.uint16)
+        if order is None:
+            order = np.argsort(digits, kind="stable")
+        else:
+            order = order[np.argsort(digits[order], kind="stable")]
+    return np.arange(len(values)) if order is None else order
+
+
+def _argsort_large(values: NDArray[Any], seed: int | None) -> Int64:
+    """As the passes order them."""
     n = len(values)
-    place_bits = n.bit_length()
-    random_bits = max(0, 64 - num_bits - place_bits)
+    place_bits = np.uint64(n.bit_length())
     keys = values.astype(np.uint64)
-    if seed is None:
-        keys <<= np.uint64(place_bits)
-    else:
-        keys <<= np.uint64(random_bits)
-        if random_bits:
-            for a in range(0, n, _BLOCK):
-                block = _hashed(np.arange(a, min(n, a + _BLOCK), dtype=np.uint64), seed)
-                keys[a : a + _BLOCK] |= block >> np.uint64(64 - random_bits)
-        keys <<= np.uint64(place_bits)
+    if seed is not None:
+        keys <<= np.uint64(_DIGIT)
+        for a in range(0, n, _BLOCK):
+            b = min(n, a + _BLOCK)
+            keys[a:b] |= _random_digits(a, b, seed)
+    keys <<= place_bits
     keys |= np.arange(n, dtype=np.uint64)
     keys.sort()
-    keys &= np.uint64((1 << place_bits) - 1)
+    keys &= (np.uint64(1) << place_bits) - np.uint64(1)
     return keys.view(np.int64)
+
+
+def _random_digits(start: int, stop: int, seed: int) -> NDArray[np.uint16]:
+    """16 pseudo-random bits for each of the places [start, stop)."""
+    digits = np.empty(stop - start, np.uint16)
+    for a in range(start, stop, _BLOCK):
+        numbers = np.arange(a, min(stop, a + _BLOCK), dtype=np.uint64)
+        digits[a - start : a - start + _BLOCK] = _hashed(numbers, seed) >> np.uint64(64 - _DIGIT)
+    return digits
 
 
 def _hashed(x: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packer.packing import plan
+from packer.packing import shuffle as shuffle_module
 from packer.packing.decreasing import best_fit_decreasing, fewest_packs
 from packer.packing.histogram import histogram_best_fit, lower_bound_of
-from packer.packing.shuffle import BALANCE_GROUP
+from packer.packing.shuffle import BALANCE_GROUP, sorted_by
 from packer.packing.values import Int64, Layout
 from packer.packing.window import _in_windows, window_best_fit
 
@@ -167,6 +168,16 @@ def test_the_window_keeps_the_order_of_the_stream() -> None:
     sizes, capacity = SHAPES["mixed"]
     planned = plan(sizes, capacity)
     assert rank_correlation(planned.example, np.arange(len(sizes))) > 0.98
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("high", [9, 60_000, 10**6])
+def test_both_ways_to_sort_give_the_same_order(monkeypatch: pytest.MonkeyPatch, high: int, seed: int) -> None:
+    values = np.random.default_rng(0).integers(0, high, 200_000)
+    passes = sorted_by(values, high.bit_length(), seed)
+    assert (np.diff(values[passes]) >= 0).all()
+    monkeypatch.setattr(shuffle_module, "_LARGE", 1)
+    assert np.array_equal(sorted_by(values, high.bit_length(), seed), passes)
 
 
 def test_equal_lengths_are_drawn_by_seed() -> None:
