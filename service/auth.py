@@ -40,7 +40,7 @@ def _is_guarded(path: str) -> bool:
     return path == "/v1" or path.startswith("/v1/")
 
 
-def known_parameters_only(request: Request) -> None:
+async def known_parameters_only(request: Request) -> None:
     """Refuse a query parameter that the route does not have, or has twice (a FastAPI dependency).
 
     A misspelt `world_size` that was passed over would give every rank all of the data.

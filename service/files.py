@@ -23,6 +23,8 @@ class WouldBlock(Exception):
     """The bytes are not in memory; read them in a thread."""
 
 
+Piece = tuple[str, str | None, int, memoryview]  # key, the shard's sha256, offset, buffer
+
 # Linux's way to read only what is in memory. Where there is none, every read goes to a thread.
 _NOWAIT = getattr(os, "RWF_NOWAIT", None)
 
@@ -30,7 +32,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", None)
 class ShardFiles:
     """Open shard files, the ones used last. Safe for threads."""
 
-    def __init__(self, store: Store, *, max_open: int = 32) -> None:
+    def __init__(self, store: Store, *, max_open: int = 256) -> None:
         self._store, self._max_open = store, max_open
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Handle] = OrderedDict()
@@ -43,13 +45,25 @@ class ShardFiles:
         wait=False: never waits for a disk, and raises WouldBlock instead. sha256: the shard's, which spares
         an object store a question.
         """
+        self.read_all([(key, sha256, offset, buffer)], wait=wait)
+
+    def read_all(self, pieces: list[Piece], *, wait: bool = True) -> None:
+        """`read_into` for many pieces."""
         if not wait and _NOWAIT is None:
             raise WouldBlock
-        handle = self._take(key, wait, sha256)
+        flags = 0 if wait else _NOWAIT or 0
+        handle, of = None, ""
         try:
-            _fill(handle.descriptor, key, offset, buffer, wait)
+            for key, sha256, offset, buffer in pieces:
+                if handle is None or key != of:
+                    if handle is not None:
+                        self._give_back(handle)
+                        handle = None
+                    handle, of = self._take(key, wait, sha256), key
+                _fill(handle.descriptor, key, offset, buffer, flags)
         finally:
-            self._give_back(handle)
+            if handle is not None:
+                self._give_back(handle)
 
     def num_bytes(self, key: str, sha256: str | None = None) -> int:
         """Length of the shard file. Raises ShardMissing."""
@@ -103,21 +117,18 @@ class ShardFiles:
             raise ShardMissing(f"{key} is listed in the manifest and not there") from error
 
 
-def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, wait: bool) -> None:
-    flags = 0 if wait else _NOWAIT or 0
-    filled = 0
-    while filled < len(buffer):
+def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, flags: int) -> None:
+    filled, size = 0, len(buffer)
+    while filled < size:
         try:
-            count = os.preadv(descriptor, [buffer[filled:]], offset + filled, flags)
+            count = os.preadv(descriptor, [buffer[filled:] if filled else buffer], offset + filled, flags)
         except OSError as error:
             # EOPNOTSUPP: not on this file system.
-            if not wait and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+            if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
                 raise WouldBlock from error
             raise
         if count == 0:
-            raise ShardMissing(
-                f"{key} ends at byte {offset + filled}, {len(buffer) - filled} more are needed"
-            )
+            raise ShardMissing(f"{key} ends at byte {offset + filled}, {size - filled} more are needed")
         filled += count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -53,6 +54,8 @@ def serve(settings: Settings) -> int:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.info("serving %s at http://%s:%d", settings.store, shown, port)
+    gc.collect()
+    gc.freeze()  # what was imported stays; to go through it again took a fifth of the time of 64 streams
     with _signals_end_in_order():
         server_for(app, settings).run(sockets=[listener])
     return 0

@@ -7,8 +7,8 @@ decoded and encoded again.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+import bisect
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer import order, shard
+from packer.manifest import Shard
 from packer.shard import Stamp
 from service.epochs import BlockCache, EpochOrder, StepsCache
 from service.feeds import Snapshot
-from service.files import ShardFiles, WouldBlock
+from service.files import Piece, ShardFiles, WouldBlock
 
-_WINDOW = 1024  # messages planned at once
+_FIRST_WINDOW, _WINDOW = 64, 1024  # messages planned at once: doubling, so that the first leave at once
 _FILLER = order.FILLER
 
 
@@ -110,31 +111,74 @@ def deal(request: StreamRequest, epoch: EpochOrder) -> order.Deal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Messages:
-    """Messages to send, in order, one pack each: (k,) each. pack is -1 for a filler."""
+class _Window:
+    """Messages to send, in order, one pack each. Lists, for one element of an array costs as much as a small
+    read; (k,) but for `bounds`, which has one more.
 
-    pack: NDArray[np.int64]
-    step: NDArray[np.int64]
-    num_items: NDArray[np.int64]
-    step_done: NDArray[np.bool_]
+    pack: -1 for a filler. shard, offset: where the message lies. joined: up to which message they lie end to
+    end in one shard. bounds: bytes from the first message to where each begins, and to the end of the last.
+    text: what the stamp is to say.
+    """
+
+    pack: list[int]
+    step: list[int]
+    num_items: list[int]
+    step_done: list[bool]
+    shard: list[Shard]
+    offset: list[int]
+    joined: list[int]
+    bounds: list[int]
+    text: list[bytes]
+
+    def __len__(self) -> int:
+        return len(self.pack)
 
 
-def _messages(request: StreamRequest, epoch: EpochOrder, dealt_by: order.Deal, sent: range) -> _Messages:
+def _plan(request: StreamRequest, epoch: EpochOrder, dealt_by: order.Deal, sent: range) -> _Window:
     """The messages of the `sent`-th steps that are sent."""
     steps = request.start + request.stride * np.arange(sent.start, sent.stop, dtype=np.int64)
     dealt = dealt_by.take(steps, request.rank)
     size = request.packs_per_step
     position = dealt.position.reshape(-1)
-    is_real = position != order.FILLER
-    pack = np.full(len(position), order.FILLER, np.int64)
+    is_real = position != _FILLER
+    pack = np.full(len(position), _FILLER, np.int64)
     pack[is_real] = epoch.packs(position[is_real])
     is_last = np.tile(np.arange(size) == size - 1, len(steps))
-    return _Messages(
-        pack=pack,
-        step=np.repeat(steps, size),
-        num_items=np.repeat(epoch.num_trained(dealt.begin, dealt.stop), size),
-        step_done=np.repeat(dealt.done, size) & is_last,
+    step = np.repeat(steps, size).tolist()
+    num_items = np.repeat(epoch.num_trained(dealt.begin, dealt.stop), size).tolist()
+    step_done = (np.repeat(dealt.done, size) & is_last).tolist()
+    rows = epoch.snapshot.rows[pack]  # a filler's is anyone's
+    sizes = np.where(is_real, rows["header_bytes"].astype(np.int64) + rows["body_bytes"], len(_filler()))
+    shards = epoch.snapshot.shards
+    return _Window(
+        pack=pack.tolist(),
+        step=step,
+        num_items=num_items,
+        step_done=step_done,
+        shard=[shards[index] for index in rows["shard"].tolist()],
+        offset=rows["offset"].tolist(),
+        joined=_joined(rows, sizes, is_real).tolist(),
+        bounds=[0, *np.cumsum(sizes).tolist()],
+        text=[
+            shard.stamp_text(epoch=request.epoch, step=number, num_items=items, step_done=done)
+            for number, items, done in zip(step, num_items, step_done, strict=True)
+        ],
     )
+
+
+def _joined(rows: np.ndarray, sizes: NDArray[np.int64], is_real: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """For each message, where the stretch ends that lies end to end in one shard; fillers stand alone."""
+    follows = (rows["shard"][1:] == rows["shard"][:-1]) & (
+        rows["offset"][1:] == rows["offset"][:-1] + sizes[:-1]
+    )
+    ends = np.append(np.flatnonzero(~(follows & is_real[1:] & is_real[:-1])) + 1, len(rows))
+    return ends[np.searchsorted(ends, np.arange(len(rows)), side="right")]
+
+
+@functools.cache
+def _filler() -> bytes:
+    """The message of a pack that only fills up a step, at rest."""
+    return shard.encode_message([shard.padding_pack()], stamp=Stamp(padding=True))
 
 
 class ChunkReader:
@@ -147,13 +191,14 @@ class ChunkReader:
         self._request, self._epoch, self._files = request, epoch, files
         self._deal = deal(request, epoch)
         self._next, self._stop = first, stop
-        self._window: _Messages | None = None
+        self._window: _Window | None = None
         self._at = 0  # within the window
+        self._room = _FIRST_WINDOW
 
     @property
     def num_sent(self) -> int:
         """How many of the stream's steps were read whole."""
-        planned = 0 if self._window is None else len(self._window.pack) - self._at
+        planned = 0 if self._window is None else len(self._window) - self._at
         return self._next - -(-planned // self._request.packs_per_step)
 
     def read(self, max_bytes: int, *, wait: bool = True) -> memoryview | None:
@@ -162,106 +207,63 @@ class ChunkReader:
         wait=False: what would take long raises WouldBlock, and can then be had with wait=True.
         Raises ShardMissing or shard.ShardError for files that are not what the manifest says.
         """
-        if self._window is None or self._at == len(self._window.pack):
+        if self._window is None or self._at == len(self._window):
             if self._next >= self._stop:
                 return None
             simple = self._epoch.is_commit_order and self._request.balance == "none"
             if not wait and (self._request.is_merged or not simple):
                 raise WouldBlock
-            end = min(self._next + max(1, _WINDOW // self._request.packs_per_step), self._stop)
-            self._window = _messages(self._request, self._epoch, self._deal, range(self._next, end))
+            end = min(self._next + max(1, self._room // self._request.packs_per_step), self._stop)
+            self._room = min(2 * self._room, _WINDOW)
+            self._window = _plan(self._request, self._epoch, self._deal, range(self._next, end))
             self._next, self._at = end, 0
-        window = self._window
+        window, first = self._window, self._at
         if self._request.is_merged:
             if not wait:
                 raise WouldBlock
-            stop = self._at + self._request.packs_per_step
-            data = memoryview(self._merged(window, self._at, stop))
+            stop = first + self._request.packs_per_step
+            data = memoryview(self._merged(window, first, stop))
         else:
-            stop = self._fitting(window, max_bytes)
-            data = self._single(window, self._at, stop, wait)
+            fits = bisect.bisect_right(window.bounds, window.bounds[first] + max_bytes) - 1
+            stop = max(first + 1, fits)
+            data, starts = self._read(window, first, stop, wait)
+            shard.stamp_all(data, starts, window.text[first:stop])
         self._at = stop
         return data
 
-    def _fitting(self, window: _Messages, max_bytes: int) -> int:
-        rows = self._epoch.snapshot.rows
-        packs = window.pack[self._at :]
-        sizes = rows["header_bytes"][packs].astype(np.int64) + rows["body_bytes"][packs]
-        count = int(np.searchsorted(np.cumsum(sizes), max_bytes, side="right"))
-        return self._at + max(1, count)
+    def _read(self, window: _Window, first: int, stop: int, wait: bool) -> tuple[memoryview, list[int]]:
+        """Messages as they are at rest, end to end, and where each starts."""
+        before = window.bounds[first]
+        starts = [bound - before for bound in window.bounds[first : stop + 1]]
+        data = np.empty(starts.pop(), np.uint8).data
+        pieces: list[Piece] = []
+        at = first
+        while at < stop:
+            end = min(window.joined[at], stop)
+            place = data[starts[at - first] : window.bounds[end] - before]
+            if window.pack[at] == _FILLER:
+                place[:] = _filler()
+            else:
+                one = window.shard[at]
+                pieces.append((one.key, one.sha256, window.offset[at], place))
+            at = end
+        self._files.read_all(pieces, wait=wait)
+        return data, starts
 
-    def _single(self, window: _Messages, first: int, stop: int, wait: bool) -> memoryview:
-        """Messages of one pack each; those of fillers are made."""
-        packs = window.pack[first:stop]
-        real = packs != _FILLER
-        data, starts, headers = self._read(packs[real], wait)
-        hint = 0
-        stamps = (a[first:stop][real].tolist() for a in (window.step, window.num_items, window.step_done))
-        for at, size, step, items, done in zip(starts, headers, *stamps, strict=True):
-            hint = shard.stamp_in_place(
-                data[at : at + size],
-                hint=hint,
-                epoch=self._request.epoch,
-                step=step,
-                num_items=items,
-                step_done=done,
-            )
-        if len(starts) == stop - first:
-            return data
-        ends = iter(zip(starts, [*starts[1:], len(data)][: len(starts)], strict=True))
-        parts = (
-            data[slice(*next(ends))] if is_real else self._filler(window, index)
-            for index, is_real in zip(range(first, stop), real.tolist(), strict=True)
-        )
-        return memoryview(b"".join(parts))
-
-    def _filler(self, window: _Messages, index: int) -> bytes:
-        return shard.encode_message([shard.padding_pack()], stamp=self._stamp(window, index, padding=True))
-
-    def _merged(self, window: _Messages, first: int, stop: int) -> bytes:
-        """One step of several packs as one message."""
-        packs = window.pack[first:stop]
-        real = packs[packs != _FILLER]
-        data, starts, _ = self._read(real, wait=True)
-        ends = [*starts[1:], len(data)][: len(starts)]  # none where all are fillers
-        merged = [
-            pack
-            for start, end in zip(starts, ends, strict=True)
-            for pack in shard.decode_message(data[start:end])
-        ]
-        merged += [shard.padding_pack()] * (len(packs) - len(real))
-        stamp = self._stamp(window, stop - 1, padding=len(real) == 0)
-        return shard.encode_message(merged, stamp=stamp)
-
-    def _stamp(self, window: _Messages, index: int, *, padding: bool) -> Stamp:
-        return Stamp(
+    def _merged(self, window: _Window, first: int, stop: int) -> bytes:
+        """One step of several packs as one message, its fillers last."""
+        data, starts = self._read(window, first, stop, wait=True)
+        packs: list[shard.Pack] = []
+        fillers: list[shard.Pack] = []
+        for number, start, end in zip(window.pack[first:stop], starts, [*starts[1:], len(data)], strict=True):
+            message = data[start:end]
+            decoded = shard.decode_pack(message, 8 + int.from_bytes(message[4:8], "little"))
+            (fillers if number == _FILLER else packs).append(decoded)
+        stamp = Stamp(
             epoch=self._request.epoch,
-            step=int(window.step[index]),
-            num_items=int(window.num_items[index]),
-            step_done=bool(window.step_done[index]),
-            padding=padding,
+            step=window.step[stop - 1],
+            num_items=window.num_items[stop - 1],
+            step_done=window.step_done[stop - 1],
+            padding=not packs,
         )
-
-    def _read(self, packs: NDArray[np.int64], wait: bool) -> tuple[memoryview, list[int], list[int]]:
-        """The messages of `packs`, end to end; where each starts; how long its header is."""
-        rows = self._epoch.snapshot.rows[packs]
-        sizes = rows["header_bytes"].astype(np.int64) + rows["body_bytes"]
-        ends = np.cumsum(sizes)
-        data = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8).data
-        # Lists: one element of a structured array costs more than a small read.
-        starts, shards, offsets = (ends - sizes).tolist(), rows["shard"].tolist(), rows["offset"].tolist()
-        for first, stop in _runs(rows, sizes):
-            one = self._epoch.snapshot.shards[shards[first]]
-            part = data[starts[first] : starts[stop - 1] + int(sizes[stop - 1])]
-            self._files.read_into(one.key, offsets[first], part, wait=wait, sha256=one.sha256)
-        return data, starts, rows["header_bytes"].tolist()
-
-
-def _runs(rows: np.ndarray, sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Stretches of packs that lie end to end in one shard: one read each."""
-    if len(rows) == 0:
-        return
-    ends = rows["offset"] + sizes
-    breaks = (rows["shard"][1:] != rows["shard"][:-1]) | (rows["offset"][1:] != ends[:-1])
-    borders = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(rows)]
-    yield from itertools.pairwise(borders)
+        return shard.encode_message(packs + fillers, stamp=stamp)

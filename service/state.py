@@ -106,6 +106,7 @@ class Service:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 
-def service_of(request: Request) -> Service:
-    """The Service of the application that handles `request` (a FastAPI dependency)."""
+async def service_of(request: Request) -> Service:
+    """The Service of the application that handles `request` (a FastAPI dependency; were it no coroutine, each
+    request would wait for a thread)."""
     return request.app.state.padfree

@@ -36,7 +36,15 @@ from packer.shard.layout import (
     position_ids,
     schema,
 )
-from packer.shard.stamp import Stamp, locate_stamp, read_stamp, stamp_in_place, stamped, verify_message
+from packer.shard.stamp import (
+    Stamp,
+    locate_stamp,
+    read_stamp,
+    stamp_all,
+    stamp_text,
+    stamped,
+    verify_message,
+)
 
 __all__ = [
     "END_OF_STREAM",
@@ -65,7 +73,8 @@ __all__ = [
     "read_stamp",
     "schema",
     "schema_message",
-    "stamp_in_place",
+    "stamp_all",
+    "stamp_text",
     "stamped",
     "validate",
     "verify_message",

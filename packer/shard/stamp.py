@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from packer.shard.layout import ShardError
@@ -93,19 +94,26 @@ def stamped(header: bytes | memoryview, *, epoch: int, step: int, num_items: int
     return b"".join((header[:at], stamp.encode(), header[at + _STAMP_LENGTH :]))
 
 
-def stamp_in_place(
-    header: memoryview, *, hint: int, epoch: int, step: int, num_items: int, step_done: bool
-) -> int:
-    """Turn the header of a message at rest into the one that goes out, as `stamped`, in its own bytes.
+def stamp_text(*, epoch: int, step: int, num_items: int, step_done: bool) -> bytes:
+    """What the stamp of a message that goes out says beside its checksum and length: for `stamp_all`."""
+    return _ROOM_FORMAT % (epoch, step, num_items, step_done)
 
-    Returns where the stamp lies: as the next `hint` it spares searching, for headers look alike. That
-    makes it ten times as fast as `stamped`; the server does this to every pack it sends.
+
+def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -> None:
+    """Turn messages at rest into those that go out, as `stamped`, in their own bytes. The server does this to
+    every pack it sends: ten times as fast, for it does not search every header.
+
+    starts: where each message begins. texts: of `stamp_text`, one each. Raises ShardError.
     """
-    at = hint if header[hint : hint + len(_STAMP_MARK)] == _STAMP_MARK else _find_stamp(header)
-    start = at + _ROOM_AT
-    # A slice that is not all there makes this a ValueError: memoryviews never grow.
-    header[start : start + _ROOM_LENGTH] = _ROOM_FORMAT % (epoch, step, num_items, step_done)
-    return at
+    hint = 0
+    for start, text in zip(starts, texts, strict=True):
+        at = start + hint
+        if data[at : at + len(_STAMP_MARK)] != _STAMP_MARK:  # headers look alike, but not all
+            header_bytes = 8 + int.from_bytes(data[start + 4 : start + 8], "little")
+            hint = _find_stamp(data[start : start + header_bytes])
+            at = start + hint
+        # A text that is not of this length makes this a ValueError: memoryviews never grow.
+        data[at + _ROOM_AT : at + _ROOM_AT + _ROOM_LENGTH] = text
 
 
 def _checksum(message: bytes | memoryview, at: int, stamp: Stamp) -> int:

@@ -294,18 +294,35 @@ def test_golden_packs_give_the_golden_bytes() -> None:
     assert bytes(data) == (GOLDEN / "shard-v1.arrow").read_bytes()
 
 
-@pytest.mark.parametrize("hint", [0, 7, 10**6])
-def test_stamping_in_place_is_stamping(hint: int) -> None:
-    data, index = shard.encode_shard(random_packs(3), "d" * 32)
-    for row in index:
-        header = bytes(data[row["offset"] : row["offset"] + row["header_bytes"]])
-        wanted = shard.stamped(header, epoch=3, step=12, num_items=345, step_done=True)
-        own = bytearray(header)
-        hint = shard.stamp_in_place(
-            memoryview(own), hint=hint, epoch=3, step=12, num_items=345, step_done=True
-        )
-        assert own == wanted
-    with pytest.raises(ShardError):
-        shard.stamp_in_place(
-            memoryview(bytearray(400)), hint=hint, epoch=0, step=0, num_items=0, step_done=True
-        )
+@pytest.mark.parametrize("shift", [0, 8, 64])
+def test_stamping_many_is_stamping_each(shift: int) -> None:
+    """Also where a header is not like the first one: shifted by some bytes between prefix and stamp."""
+    messages = [bytearray(_message([pack])[0]) for pack in random_packs(5)]
+    for message in messages[1::2]:
+        message[8:8] = bytes(shift)
+        message[4:8] = (int.from_bytes(message[4:8], "little") + shift).to_bytes(4, "little")
+    data = bytearray(b"".join(messages))
+    starts = np.cumsum([0, *map(len, messages)])[:-1].tolist()
+    step, items, done = np.arange(5) * 7, np.array([0, 1, 999, 10**6, 10**12 - 1]), np.arange(5) % 2 == 0
+    says = [
+        {"epoch": 3, "step": int(step[i]), "num_items": int(items[i]), "step_done": bool(done[i])}
+        for i in range(5)
+    ]
+    shard.stamp_all(memoryview(data), starts, [shard.stamp_text(**one) for one in says])
+    wanted = b""
+    for i, message in enumerate(messages):
+        size = 8 + int.from_bytes(message[4:8], "little")
+        wanted += shard.stamped(bytes(message[:size]), **says[i]) + bytes(message[size:])
+    assert bytes(data) == wanted
+
+
+def test_stamping_what_is_no_message_is_told() -> None:
+    text = shard.stamp_text(epoch=0, step=1, num_items=1, step_done=True)
+    with pytest.raises(ShardError, match="no padfree stamp"):
+        shard.stamp_all(memoryview(bytearray(400)), [0], [text])
+    good = bytearray(_message(random_packs(1))[0])
+    with pytest.raises(ShardError, match="no padfree stamp"):
+        shard.stamp_all(memoryview(good + bytes(400)), [0, len(good)], [text, text])
+    too_long = shard.stamp_text(epoch=0, step=10**12, num_items=1, step_done=True)
+    with pytest.raises(ValueError, match="different structures"):
+        shard.stamp_all(memoryview(good), [0], [too_long])

@@ -119,7 +119,7 @@ def test_a_stream_holds_the_packs_of_the_rules(place, request, block, max_bytes)
 
 def test_steps_larger_than_the_planning_window(place, monkeypatch):
     dataset, snapshot, files = place
-    monkeypatch.setattr("service.plan._WINDOW", 4)
+    monkeypatch.setattr("service.plan._FIRST_WINDOW", 4)
     request = StreamRequest(dataset=dataset, packs_per_step=9, batches="pack", tail="pad")
     epoch = EpochOrder(dataset=dataset, snapshot=snapshot, epoch=0, shuffle_seed=None, blocks=BlockCache())
     reader = ChunkReader(request, epoch, files, first=0, stop=total_steps(request))
