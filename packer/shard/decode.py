@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from packer.shard.encode import CONTINUATION, MAGIC_BYTES, schema_message
-from packer.shard.header import Places, read_places
+from packer.shard.header import read_places
 from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check
 from packer.shard.stamp import Stamp, read_stamp, verify_message
 
@@ -82,8 +82,6 @@ def decode_message(message: bytes | bytearray | memoryview) -> list[Pack]:
     return decode_batch(batch)
 
 
-# Which node and which buffer of a message are of the values of a column.
-_IDS, _MASK, _CU, _EXAMPLES = (1, 3), (5, 11), (7, 15), (10, 21)
 _LZ4 = pa.Codec("lz4")
 _int64 = struct.Struct("<q").unpack_from
 
@@ -94,41 +92,37 @@ def decode_pack(message: memoryview, header_bytes: int) -> Pack:
     The same as `decode_message`, at half the cost: values are decompressed right out of the message, without
     Arrow's reader between. No array is a view of the message.
     """
-    places = read_places(message[:header_bytes])
-    if places.num_rows != 1:
-        raise ShardError(f"one pack a record batch is required, found {places.num_rows}")
-    lengths = places.nodes[::2]
-    if min(lengths) < 0:
-        raise ShardError(f"lengths of lists must not be negative, found {lengths}")
-    num_bits = lengths[_MASK[0]]
-    bits = _values(message, header_bytes, places, _MASK[1], np.uint8, -(-num_bits // 8))
-    return Pack(
-        input_ids=_values(message, header_bytes, places, _IDS[1], np.int32, lengths[_IDS[0]]),
-        loss_mask=np.unpackbits(bits, count=num_bits, bitorder="little").view(np.bool_),
-        cu_seqlens=_values(message, header_bytes, places, _CU[1], np.int32, lengths[_CU[0]]),
-        example_ids=_values(message, header_bytes, places, _EXAMPLES[1], np.int64, lengths[_EXAMPLES[0]]),
-    )
-
-
-def _values(
-    message: memoryview, header_bytes: int, places: Places, buffer: int, dtype: type, count: int
-) -> np.ndarray:
-    """`count` values out of a buffer of a message, as an array of its own."""
-    start, size = places.buffers[2 * buffer], places.buffers[2 * buffer + 1]
-    if count == 0:
-        return np.empty(0, dtype)
-    start, end = header_bytes + start, header_bytes + start + size
-    if not header_bytes <= start <= end <= len(message):
-        raise ShardError(f"bytes {start} to {end} of a record batch of {len(message)} bytes are required")
+    num_rows, lengths, extents, is_compressed = read_places(message[:header_bytes])
+    if num_rows != 1:
+        raise ShardError(f"one pack a record batch is required, found {num_rows}")
+    if min(lengths) < 0 or min(extents) < 0:
+        raise ShardError(f"lengths must not be negative, found {lengths} and {extents}")
+    num_tokens, num_bits, num_bounds, num_segments = lengths
+    body, take = message[header_bytes:], _decompressed if is_compressed else _copied
     try:
-        if places.is_compressed:
-            (num_bytes,) = _int64(message, start)
-            start += 8
-            if num_bytes != -1:  # else it is as it was: compression would not have made it smaller
-                return np.frombuffer(_LZ4.decompress(message[start:end], num_bytes), dtype, count)
-        return np.frombuffer(message[start:end], dtype, count).copy()
+        bits = take(body, extents[2], extents[3], np.uint8, -(-num_bits // 8))
+        return Pack(
+            input_ids=take(body, extents[0], extents[1], np.int32, num_tokens),
+            loss_mask=np.unpackbits(bits, count=num_bits, bitorder="little").view(np.bool_),
+            cu_seqlens=take(body, extents[4], extents[5], np.int32, num_bounds),
+            example_ids=take(body, extents[6], extents[7], np.int64, num_segments),
+        )
     except (pa.ArrowException, OSError, ValueError, OverflowError, struct.error) as error:
         raise ShardError(f"not a record batch of this format: {error}") from error
+
+
+def _decompressed(body: memoryview, start: int, size: int, dtype: type, count: int) -> np.ndarray:
+    """`count` values out of a compressed buffer of a message, as an array of its own."""
+    if count == 0:
+        return np.empty(0, dtype)
+    (num_bytes,) = _int64(body, start)
+    if num_bytes == -1:  # left as it was: compression would not have made it smaller
+        return _copied(body, start + 8, size - 8, dtype, count)
+    return np.frombuffer(_LZ4.decompress(body[start + 8 : start + size], num_bytes), dtype, count)
+
+
+def _copied(body: memoryview, start: int, size: int, dtype: type, count: int) -> np.ndarray:
+    return np.frombuffer(body[start : start + size], dtype, count).copy()
 
 
 def iter_messages(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:

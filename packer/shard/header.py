@@ -7,6 +7,7 @@ twice as much as decompressing it.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,19 +27,33 @@ _CODEC = 0  # field of BodyCompression
 _FIELDS: tuple[_Unpack, ...] = tuple(struct.Struct(f"<{count}H").unpack_from for count in range(5))
 
 # Of the schema's columns in depth-first order: a list has a node of its own and its values one, a column of
-# numbers one. Validity and offsets (or values) are buffers of each node.
+# numbers one. Each node has a buffer of validity and one of offsets or values.
 _NUM_NODES, _NUM_BUFFERS = 11, 22
-_node_numbers: _Unpack = struct.Struct(f"<{2 * _NUM_NODES}q").unpack_from
-_buffer_numbers: _Unpack = struct.Struct(f"<{2 * _NUM_BUFFERS}q").unpack_from
+# Of input_ids, loss_mask, cu_seqlens and example_ids: which node and which buffer are of the list's values.
+_VALUE_NODES, _VALUE_BUFFERS = (1, 5, 7, 10), (3, 11, 15, 21)
+
+
+def _picked(places: tuple[int, ...], form: str, size: int) -> _Unpack:
+    """Reads those entries of a vector of entries of `size` bytes, of each the values of `form`."""
+    gaps = (place - before - 1 for before, place in itertools.pairwise((-1, *places)))
+    used = struct.calcsize(f"<{form}")
+    return struct.Struct("<" + "".join(f"{gap * size}x{form}{size - used}x" for gap in gaps)).unpack_from
+
+
+_lengths = _picked(_VALUE_NODES, "q", 16)  # an entry: length, number of nulls
+_extents = _picked(_VALUE_BUFFERS, "2q", 16)  # an entry: start, size
 
 
 class Places(NamedTuple):
-    """nodes: (length, number of nulls) of each node; buffers: (start, size in bytes) of each, counted from
-    where the body begins; both end to end, in the schema's order. is_compressed: each buffer, with LZ4."""
+    """Where the values of input_ids, loss_mask, cu_seqlens and example_ids lie in the body.
+
+    lengths: how many values, of all rows. extents: start and size in bytes of each one's buffer, end to end.
+    is_compressed: each buffer for itself, with LZ4.
+    """
 
     num_rows: int
-    nodes: tuple[int, ...]
-    buffers: tuple[int, ...]
+    lengths: tuple[int, ...]
+    extents: tuple[int, ...]
     is_compressed: bool
 
 
@@ -51,10 +66,10 @@ def read_places(header: memoryview) -> Places:
         table = _follow(header, message[_HEADER])
         batch = _fields(header, table)
         return Places(
-            num_rows=_int64(header, batch[_LENGTH])[0],
-            nodes=_node_numbers(header, _vector(header, batch[_NODES], _NUM_NODES)),
-            buffers=_buffer_numbers(header, _vector(header, batch[_BUFFERS], _NUM_BUFFERS)),
-            is_compressed=_is_there(table, batch, _COMPRESSION) and _is_lz4(header, batch[_COMPRESSION]),
+            _int64(header, batch[_LENGTH])[0],
+            _lengths(header, _vector(header, batch[_NODES], _NUM_NODES)),
+            _extents(header, _vector(header, batch[_BUFFERS], _NUM_BUFFERS)),
+            _is_there(table, batch, _COMPRESSION) and _is_lz4(header, batch[_COMPRESSION]),
         )
     except (struct.error, IndexError) as error:
         raise ShardError(f"the header of a record batch is not of this format: {error}") from error
