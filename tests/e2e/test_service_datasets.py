@@ -1,5 +1,6 @@
 """Datasets over HTTP: post, view, cancel, remove; with the real packer in this process."""
 
+import contextlib
 import gzip
 import json
 import shutil
@@ -12,7 +13,7 @@ from serving import messages, packs_by_arrow, running, spawned, wait_for
 
 from packer import coordinator
 from packer.manifest import dataset_key
-from packer.runners import InlineRunner
+from packer.runners import ClusterLost, InlineRunner
 from packer.store import LocalStore, NoSpaceLeft
 from service.feeds import cancelled_key
 
@@ -315,6 +316,48 @@ def test_serving_goes_on_while_the_runner_cannot_start(tmp_path, data, monkeypat
         allowed.set()
         server.wait_for_state(dataset, "ready")
         assert server.get("/readyz").json["packing"]
+
+
+class LostAtFirst(InlineRunner):
+    """A runner whose cluster is lost once `num_tasks` tasks have run."""
+
+    def __init__(self, num_tasks):
+        self.left, self.closed = num_tasks, False
+
+    @property
+    def num_workers(self):
+        if self.left <= 0:
+            raise ClusterLost("its head ended")
+        return 1
+
+    @contextlib.contextmanager
+    def open(self):
+        with super().open() as tasks:
+            wait = tasks.wait
+
+            def lost_in_the_end(timeout_s):
+                if self.left <= 0:
+                    raise ClusterLost("its head ended")
+                self.left -= 1
+                return wait(timeout_s)
+
+            tasks.wait = lost_in_the_end
+            yield tasks
+
+    def close(self):
+        self.closed = True
+
+
+def test_packing_goes_on_with_another_cluster_when_one_is_lost(tmp_path, data, monkeypatch):
+    monkeypatch.setattr("service.scheduler._SCAN_S", 0.1)
+    first = LostAtFirst(1)  # the one that indexes
+    runners = iter([first, InlineRunner()])
+    with running(tmp_path / "store", runner=lambda: next(runners), data_roots=(data, TOKENIZER)) as server:
+        dataset = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
+        server.wait_for_state(dataset, "ready")
+        assert first.closed
+        assert b'padfree_jobs_ended_total{how="cluster_lost"} 1.0' in server.get("/metrics").body
+        assert wait_for(lambda: server.get("/readyz").json["packing"])
 
 
 def test_an_error_of_the_packer_itself_does_not_end_the_scheduler(server, data, monkeypatch):
