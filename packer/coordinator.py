@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from packer import logs, sources
+from packer import logs, sources, traces
 from packer.manifest import (
     Commit,
     Manifest,
@@ -248,12 +248,12 @@ def _run(
 
 def _pack_one(job: Job, number: int, partition: sources.Partition, store: Store) -> Commit:
     """pack_partition, told in the worker's log."""
-    log.info(
-        "partition %d begins: examples %d to %d in stream order", number, partition.start, partition.stop - 1
-    )
-    commit = pack_partition(job, number, partition, store)
-    log.info("partition %d is packed, to be committed: %d shards", number, len(commit.shards))
-    return commit
+    start, stop = partition.start, partition.stop
+    with traces.span("pack partition", dataset=job.dataset, partition=number, examples=stop - start):
+        log.info("partition %d begins: examples %d to %d in stream order", number, start, stop - 1)
+        commit = pack_partition(job, number, partition, store)
+        log.info("partition %d is packed, to be committed: %d shards", number, len(commit.shards))
+        return commit
 
 
 def _log_commit(commit: Commit, done: Done) -> None:

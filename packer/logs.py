@@ -6,6 +6,7 @@ here and, since a runner takes the ids along with each task, on the workers. The
     request_id   of the HTTP request that asked for it (X-Request-Id), the client's own where it sent one
     job          of one run of packing: posting again what failed gives another
     dataset, partition
+    traceparent  of the span that this is part of (packer.traces), as W3C writes it
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 job_id: ContextVar[str | None] = ContextVar("job_id", default=None)
 dataset_id: ContextVar[str | None] = ContextVar("dataset_id", default=None)
 partition_number: ContextVar[int | None] = ContextVar("partition_number", default=None)
+traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
 
 _IDS: dict[str, ContextVar[Any]] = {
     "request_id": request_id,
     "job": job_id,
     "dataset": dataset_id,
     "partition": partition_number,
+    "traceparent": traceparent,
 }
 _EXTRAS = (*_IDS, "worker")  # what `extra` of one line may say; it wins over what is in use
 

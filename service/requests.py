@@ -12,7 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from packer.logs import request_id
+from packer import logs, traces
 from service import problems
 from service.metrics import Metrics
 
@@ -41,9 +41,24 @@ class RequestContext:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        name = given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex
-        token = request_id.set(name)
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        ids = {"request_id": given if _GIVEN_ID.fullmatch(given) else uuid.uuid4().hex}
+        if parent := traces.valid_parent(headers.get("traceparent", "")):
+            ids["traceparent"] = parent
+        with logs.using(ids):
+            if scope["path"] in _PROBED:  # of no interest to a trace
+                await self._answer(scope, receive, send)
+                return
+            with traces.span(scope["method"], kind="SERVER", request_id=ids["request_id"]) as span:
+                status = await self._answer(scope, receive, send)
+                span.update_name(f"{scope['method']} {_route(scope)}")
+                span.set_attribute("http.request.method", scope["method"])
+                span.set_attribute("http.route", _route(scope))
+                span.set_attribute("http.response.status_code", status)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Let the application answer; counted and told. Returns the status, 0 where none was sent."""
         since = time.perf_counter()
         status, num_bytes = 0, 0
 
@@ -51,7 +66,7 @@ class RequestContext:
             nonlocal status, num_bytes
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                MutableHeaders(scope=message)["X-Request-Id"] = logs.request_id.get() or ""
                 if _route(scope).endswith("/stream"):  # the line at its end may be days away
                     log.info(
                         "%s %s?%s begins: %d",
@@ -81,7 +96,7 @@ class RequestContext:
                 await problems.internal().response()(scope, receive, counted)
         finally:
             self._tell(scope, status, num_bytes, time.perf_counter() - since)
-            request_id.reset(token)
+        return status
 
     def _tell(self, scope: Scope, status: int, num_bytes: int, seconds: float) -> None:
         route = _route(scope)

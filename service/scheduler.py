@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 
-from packer import logs
+from packer import logs, traces
 from packer.manifest import Manifest, dataset_key, list_datasets, read_origin
 from packer.report import of_capacities
 from packer.runners import ClusterLost, Runner
@@ -54,7 +54,7 @@ class Scheduler:
         self.num_workers = 0  # as it was a moment ago: asking may take a while
         self._change = threading.Condition()
         self._queue: list[str] = []
-        self._asked_by: dict[str, str] = {}  # dataset: the request that submitted it here, for the log
+        self._asked_by: dict[str, dict[str, str]] = {}  # dataset: ids of the request that submitted it here
         self._running: dict[str, threading.Event] = {}  # dataset: its cancel
         self._settled: set[str] = set()  # datasets that need no work
         self._stopping = False
@@ -77,8 +77,11 @@ class Scheduler:
         """Pack a dataset whose spec is in the store, when its turn comes."""
         with self._change:
             self._settled.discard(dataset)
-            if name := logs.request_id.get():
-                self._asked_by[dataset] = name
+            ids = logs.ids()
+            if "request_id" in ids:
+                self._asked_by[dataset] = {
+                    key: ids[key] for key in ("request_id", "traceparent") if key in ids
+                }
             if dataset not in self._queue and dataset not in self._running:
                 self._queue.append(dataset)
                 self._change.notify_all()
@@ -208,7 +211,7 @@ class Scheduler:
             about = {"dataset": dataset, "job": uuid.uuid4().hex[:12]}
             try:
                 about |= self._asker(dataset, asked_by)
-                with logs.using(about):
+                with logs.using(about), traces.span("pack dataset", dataset=dataset, job=about["job"]):
                     self._pack(dataset, cancel)
             except OSError as error:  # the next scan takes the dataset up again
                 log.warning("dataset %s cannot be read now: %s", dataset, error)
@@ -217,11 +220,12 @@ class Scheduler:
                     del self._running[dataset]
                 self._on_commit(dataset)
 
-    def _asker(self, dataset: str, asked_by: str | None) -> dict[str, str]:
-        """The id of the request that this work is for: also after a restart, and on another replica."""
-        if asked_by is None:
-            asked_by = read_origin(self._store, dataset).get("request_id")
-        return {"request_id": asked_by} if asked_by else {}
+    def _asker(self, dataset: str, asked_by: dict[str, str] | None) -> dict[str, str]:
+        """The ids of the request that this work is for: also after a restart, and on another replica."""
+        if asked_by is not None:
+            return asked_by
+        name = read_origin(self._store, dataset).get("request_id")
+        return {"request_id": name} if name else {}
 
     def _pack(self, dataset: str, cancel: threading.Event) -> None:
         # Imported here: a replica that only serves loads neither tokenizers nor sources.

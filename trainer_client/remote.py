@@ -189,7 +189,10 @@ class HttpTransport:
                     self._socket.shutdown(socket.SHUT_RDWR)
 
     def _numbered_headers(self) -> dict[str, str]:
-        return {**self._headers, "X-Request-Id": self._ids.next()}
+        headers = {**self._headers, "X-Request-Id": self._ids.next()}
+        if self._ids.traceparent is not None:
+            headers["traceparent"] = self._ids.traceparent
+        return headers
 
     def _connect(self, timeout_s: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection

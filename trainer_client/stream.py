@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from packer import traces
 from trainer_client import specs
 from trainer_client.batch import PackedBatch
 from trainer_client.course import (
@@ -178,6 +179,7 @@ class PackedStream:
             segment_multiple=self._segment_multiple,
         )
         cursor = self._cursor
+        self._ids.traceparent = traces.ambient()
         wait_for_report = self._reporter.start(self._transport, reader.cancelled)
 
         def cancel() -> None:

@@ -39,11 +39,15 @@ class Received:
     num_bytes: int  # on the way, compressed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestIds:
-    """The ids under which a service logs one stream's requests: the stream's own, and a number each."""
+    """The ids under which a service logs one stream's requests: the stream's own, and a number each.
+
+    traceparent: of the span that the training program was in when it began to iterate, if it traces itself.
+    """
 
     stream: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    traceparent: str | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1), repr=False)
 
     def next(self) -> str:
