@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from packer.manifest import Manifest, lock_key, read_origin
+from packer.manifest import Manifest, dataset_key, lock_key, read_origin
 from packer.report import total
 from packer.store import Store
 
 _SHOWN = ("rows_in", "rows_packed", "tokens_packed", "num_packs", "num_shards")
+
+
+def dataset_state(store: Store, dataset: str) -> str | None:
+    """The `state` alone, with few questions to the store; None where it has none of that id."""
+    if store.exists(dataset_key(dataset, "finished.json")):
+        return "ready"
+    if not store.exists(dataset_key(dataset, "spec.json")):
+        return None
+    if store.exists(dataset_key(dataset, "failed.json")):
+        return "failed"
+    return "packing" if store.is_locked(lock_key(dataset)) else "queued"
 
 
 def dataset_view(store: Store, dataset: str, manifest: Manifest | None = None) -> dict[str, Any] | None:

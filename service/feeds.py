@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -22,13 +23,14 @@ from numpy.typing import NDArray
 
 from packer.manifest import Manifest, ManifestError, Shard, dataset_key, list_datasets, repair
 from packer.store import Store
-from packer.view import dataset_view
+from packer.view import dataset_state, dataset_view
 from service import problems
 
 log = logging.getLogger("padfree.service")
 
 _DATASET = re.compile(r"[0-9a-f]{32}")
 _POLL_FIRST_S, _POLL_GROWTH, _POLL_LAST_S = 0.05, 1.3, 1.0
+_READY_S = 60.0  # a dataset that is ready stays so until it is removed
 _MAX_IDLE_FEEDS = 64  # a million packs' row index is 44 MB
 
 
@@ -220,6 +222,7 @@ class Feeds:
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store, self._executor = store, executor
         self._feeds: OrderedDict[str, Feed] = OrderedDict()
+        self._ready_s: dict[str, float] = {}  # dataset: time.monotonic when it was seen to be ready
 
     async def get(self, dataset: str) -> Feed:
         """The feed of a dataset that the store has. Raises the Problem unknown-dataset."""
@@ -237,6 +240,27 @@ class Feeds:
         self._feeds.move_to_end(dataset)
         return feed
 
+    async def states(self) -> list[str]:
+        """The state of each dataset. What is ready is asked for again only now and then."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._read_states)
+
+    def _read_states(self) -> list[str]:
+        now_s = time.monotonic()
+        there = [name for name in self._store.list("datasets") if _DATASET.fullmatch(name)]
+        cancelled = {name.removesuffix(".json") for name in self._store.list("cancelled")}
+        self._ready_s = {name: since for name, since in self._ready_s.items() if name in there}
+        states = []
+        for dataset in there:
+            if now_s - self._ready_s.get(dataset, -_READY_S) < _READY_S:
+                state: str | None = "ready"
+            else:
+                state = dataset_state(self._store, dataset)
+                if state == "ready":
+                    self._ready_s[dataset] = now_s
+            if state is not None:
+                states.append("cancelled" if dataset in cancelled else state)
+        return states
+
     async def all_ids(self) -> list[str]:
         loop = asyncio.get_running_loop()
         names = await loop.run_in_executor(self._executor, list_datasets, self._store)
@@ -244,6 +268,7 @@ class Feeds:
 
     def drop(self, dataset: str) -> None:
         """Forget what was read: the dataset is gone, or its files are not what they were."""
+        self._ready_s.pop(dataset, None)
         feed = self._feeds.pop(dataset, None)
         if feed is not None:
             feed.close()

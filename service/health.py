@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends
 from starlette.responses import JSONResponse, Response
 
 from packer.store import Store
-from service.datasets import views_of_all
 from service.metrics import CONTENT_TYPE
 from service.schemas import Readiness
 from service.state import Service, service_of
@@ -75,7 +74,7 @@ async def metrics(service: Service = Depends(service_of)) -> Response:  # noqa: 
         service.count_again_s = time.monotonic() + _COUNT_EVERY_S
         try:
             await service.in_thread(_measure_store, service)
-            service.metrics.count_datasets(view["state"] for view in await views_of_all(service))
+            service.metrics.count_datasets(await service.feeds.states())
         except OSError as error:  # the other metrics are all the more of interest
             log.warning("the store cannot be read now: %s", error)
     service.metrics.show_lags(one.lag for one in service.streams)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 
 from packer import logs, traces
-from packer.manifest import Manifest, dataset_key, list_datasets, read_origin
+from packer.manifest import Manifest, dataset_key, read_origin
 from packer.report import of_capacities
 from packer.runners import ClusterLost, Runner
 from packer.spec import Job, SpecError, job_from_document
@@ -176,7 +176,7 @@ class Scheduler:
 
     def _scan(self) -> None:
         try:
-            datasets = list_datasets(self._store)
+            datasets = self._store.list("datasets")  # not asked of each that is settled: there may be many
             self._settled &= set(datasets)
             for dataset in datasets:
                 if dataset in self._settled:
@@ -193,6 +193,8 @@ class Scheduler:
 
     def _is_open(self, dataset: str) -> bool:
         """Whether there is work to do. Finished datasets are remembered: they stay so."""
+        if not self._store.exists(dataset_key(dataset, "spec.json")):
+            return False  # being removed
         if self._store.exists(dataset_key(dataset, "finished.json")):
             self._settled.add(dataset)
             return False

@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 BASE_IMAGE = os.environ.get("PADFREE_PYTHON_IMAGE", "python:3.11-slim-bookworm")
 TAG = "test"
 SERVICE_BYTES = 1_500_000_000
-COPIES = 40  # of the sample data in the large dataset: about 22 MB, so that packing takes a while
+COPIES = 240  # of the sample data in the large dataset: about 130 MB, so that packing takes a while
 
 
 def _engine() -> str | None:

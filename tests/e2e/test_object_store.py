@@ -129,6 +129,23 @@ def _ids(found: list[Any]) -> list[list[int]]:
     return [pack.input_ids.tolist() for one in found for pack in one.packs]
 
 
+def test_finished_datasets_cost_few_calls_while_nothing_happens(remote: Remote, tmp_path: Path) -> None:
+    for seed in range(3):
+        pack_document(STORE, document(tmp_path, ".jsonl", shuffle_seed=seed))
+    with running(STORE, runner=InlineRunner()) as server:
+        service = server.service
+        assert service is not None
+        assert service.scheduler is not None
+        scheduler = service.scheduler
+        wait_for(lambda: len(scheduler._settled) == 3)
+        assert b'padfree_datasets{state="ready"} 3.0' in server.get("/metrics").body
+        remote.calls.clear()
+        scheduler._scan()
+        service.count_again_s = 0.0
+        server.get("/metrics")
+        assert not [call for call in remote.calls if "/datasets/" in call]
+
+
 def test_an_upload_is_packed_and_streamed_and_the_dataset_removed(remote: Remote, tmp_path: Path) -> None:
     spec = document(tmp_path, ".jsonl")
     here = pack_document(tmp_path / "folder", spec)
