@@ -147,6 +147,7 @@ def pack(
         try:
             with runner.open() as tasks:
                 partitions = _partitions(job, store, tasks, cancel)
+                _require_same_cut(job, manifest, len(partitions))
                 plan = {
                     "num_partitions": len(partitions),
                     "num_examples": sources.num_examples(partitions),
@@ -174,6 +175,16 @@ def pack(
         return _finish(job, store, manifest, time.monotonic() - started, window.retries)
 
 
+def _require_same_cut(job: Job, manifest: Manifest, num_partitions: int) -> None:
+    """Raise PackingFailed where what is committed is of other partitions: rows would be lost or doubled."""
+    begun = (manifest.read_json("plan.json") or {}).get("num_partitions", num_partitions)
+    if manifest.num_commits and begun != num_partitions:
+        raise PackingFailed(
+            f"dataset {job.dataset} was begun by another release, which cut its source into {begun} "
+            f"partitions, this one into {num_partitions}: delete it and post its spec again"
+        )
+
+
 def _partitions(
     job: Job, store: Store, tasks: Tasks, cancel: threading.Event | None
 ) -> list[sources.Partition]:
@@ -195,7 +206,10 @@ def _partitions(
             indexes[numbers[done.task]] = done.value
     ordered = [indexes[number] for number in range(len(job.inputs))]
     return sources.cut(
-        ordered, shuffle_seed=job.spec.shuffle_seed, multiple=partition_multiple(job.spec.packing)
+        ordered,
+        shuffle_seed=job.spec.shuffle_seed,
+        multiple=partition_multiple(job.spec.packing),
+        max_tokens=job.spec.packing.capacities[-1],
     )
 
 

@@ -20,7 +20,7 @@ from packer.packing import ONE_CAPACITY
 from packer.shard import FORMAT_VERSION
 
 # Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
-ENGINE_VERSION = 2
+ENGINE_VERSION = 3
 
 MAX_TOKENS_LIMIT = 1 << 24
 

@@ -12,6 +12,12 @@ from packer.sources.values import MIB, FileIndex, Partition, Span
 
 FIRST_PARTITION_BYTES = 1 * MIB
 MAX_PARTITION_BYTES = 64 * MIB
+# The largest partitions are about a sixteenth of all the text, so that some workers share it evenly (all wait
+# for one that packs half of it alone), but not so small that their ends cost fill: half a pack each.
+_SHARES = 16
+_LEAST_BYTES = 8 * MIB
+_LEAST_PACKS = 256
+_TOKEN_BYTES = 4  # of text, about
 
 
 def cut(
@@ -19,20 +25,24 @@ def cut(
     *,
     shuffle_seed: int | None,
     multiple: int = 1,
+    max_tokens: int = 1,
     first_bytes: int = FIRST_PARTITION_BYTES,
     max_bytes: int = MAX_PARTITION_BYTES,
 ) -> list[Partition]:
-    """Partitions of about `first_bytes` of text at first, then twice as many each time, to `max_bytes`.
+    """Partitions of about `first_bytes` of text at first, then twice as many each time, to `max_bytes` or a
+    sixteenth of all (not less than 256 packs of `max_tokens` take).
 
-    So the first shard is there in seconds, and few partition ends cost fill. Each partition but the
-    last holds a multiple of `multiple` records (of minibatches or steps, that are not to be torn).
-    With `shuffle_seed` positions are those of a permutation of all records.
+    So the first shard is there in seconds, workers share the text, and few partition ends cost fill. Each
+    partition but the last holds a multiple of `multiple` records (of minibatches or steps, that are not to
+    be torn). With `shuffle_seed` positions are those of a permutation of all records.
     """
     firsts = np.concatenate([[0], np.cumsum([index.file.num_records for index in indexes])]).astype(np.int64)
     total = int(firsts[-1])
     if total == 0:
         return []
     ordinals, num_bytes = _scale(indexes, firsts, even=shuffle_seed is not None)
+    least = max(_LEAST_BYTES, _LEAST_PACKS * max_tokens * _TOKEN_BYTES)
+    max_bytes = min(max_bytes, max(least, int(num_bytes[-1]) // _SHARES))
     bounds = _bounds(ordinals, num_bytes, total, multiple, first_bytes, max_bytes)
     seed = None if shuffle_seed is None else derive_seed(shuffle_seed)
     everything = tuple(
