@@ -39,6 +39,10 @@ class ClientMetrics:
             )
         }
 
+    def expect(self, dataset: str, rank: int) -> None:
+        """A rank begins to stream: its counters begin at 0, or what it reports first would be no increase."""
+        self.add(dataset, rank, steps=0, elapsed_s=0.0, stall_s=0.0, retries=0)
+
     def add(
         self, dataset: str, rank: int, *, steps: int, elapsed_s: float, stall_s: float, retries: int
     ) -> None:

@@ -156,6 +156,7 @@ class _Stream:
         service.num_streams += 1
         service.streams.add(self)
         service.metrics.streams_open.inc()
+        service.metrics.clients.expect(wanted.dataset, wanted.rank)
 
     def ended(self, how: str) -> None:
         self._service.num_streams -= 1

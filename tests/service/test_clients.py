@@ -98,3 +98,10 @@ def test_a_stream_tells_the_service_what_its_loop_did(tmp_path):
         with PackedStream(server.url, **options, report_s=None) as stream:
             assert len(list(stream)) == 25
         assert steps() == 25
+
+
+def test_counters_of_a_rank_begin_at_zero_with_its_stream(tmp_path):
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2)
+    with running(tmp_path) as server:
+        server.stream(dataset, rank=1, world_size=2)
+        assert stalls(server.get("/metrics").body.decode()) == {(dataset, "1"): 0.0}
