@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from packer.bundle import Bundle, TokenizerError
 from packer.fast import CheckedEncoder
-from packer.prefix import can_cut, next_cut, steps
+from packer.prefix import can_cut, next_cut
+from packer.token_bytes import TokenBytes, token_bytes
 
 __all__ = ["Bundle", "Located", "Tokenizer", "TokenizerError"]
 
@@ -95,8 +96,6 @@ class Tokenizer:
         # Whether texts may be cut before they are encoded (packer.prefix).
         words = [word for word, i in self.control_words.items() if self.is_control[i]]
         self._can_cut = can_cut(document, added.values(), words)
-        self._normalizers = {step.get("type") for step in steps(document.get("normalizer"), "normalizers")}
-        self._pre_tokenizers = steps(document.get("pre_tokenizer"), "pretokenizers")
         self._plain_words: dict[str, NDArray[np.int32]] = {}
         self._encoder = CheckedEncoder(
             self._encode_slowly, self._backend.to_str, [token.content for token in added.values()]
@@ -244,31 +243,29 @@ class Tokenizer:
         """Rendered chats to ids (none added; control words are control tokens), each with its place."""
         sizes = np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], np.int64)
         bases = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        if self._token_bytes is None:
+        table = self._token_bytes
+        if table is None:
             return _located(self._located_rows(texts), bases)
         ids, offsets = self._encoder.encode(texts, plain=False)
-        ends = np.cumsum(self._token_bytes[ids])
-        totals = np.diff(np.concatenate([[0], ends])[offsets])
-        exact = totals == sizes
-        for i in np.flatnonzero(exact).tolist() if self._nfc else []:
+        starts, ends = table.places(ids, offsets)
+        exact = np.diff(np.concatenate([[0], ends])[offsets]) == sizes
+        for i in np.flatnonzero(exact).tolist() if table.nfc else []:
             exact[i] = texts[i].isascii() or unicodedata.is_normalized("NFC", texts[i])
         if exact.all():
-            return Located(ids=ids, offsets=offsets, starts=ends - self._token_bytes[ids], ends=ends)
+            return Located(ids=ids, offsets=offsets, starts=starts, ends=ends)
         odd = iter(self._located_rows([texts[i] for i in np.flatnonzero(~exact).tolist()]))
         rows = []
         for i, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-            if exact[i]:
-                row_ends = np.cumsum(self._token_bytes[ids[start:stop]])
-                rows.append((ids[start:stop], row_ends - self._token_bytes[ids[start:stop]], row_ends))
-            else:
-                rows.append(next(odd))
+            row = slice(start, stop)
+            base = starts[start] if start < stop else 0
+            rows.append((ids[row], starts[row] - base, ends[row] - base) if exact[i] else next(odd))
         return _located(rows, bases)
 
     def encode_plain_word(self, word: str) -> NDArray[np.int32]:
         """A control word as plain text inside a chat, (n,) int32. Raises TokenizerError if it cannot be."""
         if word not in self._plain_words:
             ids = self.encode([word])[0]
-            if self._token_bytes is None:
+            if self._token_bytes is None or not self._token_bytes.byte_level:
                 # SentencePiece puts a space before the first word of a text; behind a line break it does not.
                 line_break, behind = self.encode(["\n"])[0], self.encode([f"\n{word}"])[0]
                 if np.array_equal(behind[: len(line_break)], line_break):
@@ -310,33 +307,10 @@ class Tokenizer:
         return rows
 
     @cached_property
-    def _nfc(self) -> bool:
-        return self._backend.normalizer is not None
-
-    @cached_property
-    def _token_bytes(self) -> NDArray[np.int64] | None:
-        """UTF-8 bytes of each token, (vocab_size,), where tokens are the text's bytes one to one.
-
-        That holds for byte-level vocabularies without a normaliser other than NFC; None for others.
-        A cumulative sum then gives each token's place, and the library need not track it (it costs
-        the library a fifth to a third more time).
-        """
-        byte_level = [step for step in self._pre_tokenizers if step.get("type") == "ByteLevel"]
-        if (
-            not byte_level
-            or any(s.get("add_prefix_space") for s in byte_level)
-            or self._normalizers - {"NFC"}
-        ):
-            return None
-        alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    def _token_bytes(self) -> TokenBytes | None:
         added = self._backend.get_added_tokens_decoder()
-        sizes = np.full(self.vocab_size, -(1 << 32), np.int64)  # a hole or an odd token: no total is right
-        for text, token_id in self._backend.get_vocab(with_added_tokens=True).items():
-            if token_id in added:
-                sizes[token_id] = len(text.encode())
-            elif alphabet.issuperset(text):
-                sizes[token_id] = len(text)
-        return sizes
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        return token_bytes(self.bundle.document("tokenizer.json"), vocab, added, self.vocab_size)
 
 
 def _token_text(value: Any) -> str | None:
