@@ -1,4 +1,4 @@
-"""PackedStream: this rank's batches of a dataset, from a service or a store folder, exactly resumable."""
+"""PackedStream: this rank's batches of a dataset, from a service or from a store, exactly resumable."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 class PackedStream:
     """An iterable of PackedBatch: exactly this rank's part of the dataset, in the one order there is.
 
-    source: the url of a padfree service, or a store folder (no server needed). While the dataset is
+    source: the url of a padfree service, or a store: a folder or s3:// (no server needed). While the dataset is
         still being packed, the stream follows it.
     dataset: its id; or the beginning of the id (4 digits or more) or its name, where that is of one alone:
         then the source is asked at once, and `stream.dataset` is the id.

@@ -57,7 +57,7 @@ class Cache:
                 except OSError as error:
                     if error.errno != errno.ENOSPC:
                         raise
-                    self._make_room(self.max_bytes // 2)
+                    self._make_room(None)
                     file.seek(0)
                     file.truncate()
                     self._fetch_again(fetch, file)
@@ -134,8 +134,8 @@ class Cache:
         os.replace(path, self.folder / entry)
         self._make_room(self.max_bytes, spared=entry)
 
-    def _make_room(self, limit_bytes: int, *, spared: str = "") -> None:
-        """Remove what was used longest ago until at most `limit_bytes` are there."""
+    def _make_room(self, limit_bytes: int | None, *, spared: str = "") -> None:
+        """Remove what was used longest ago until at most `limit_bytes` are there, or half of what is."""
         found = []  # (used, bytes, path)
         with contextlib.suppress(OSError), os.scandir(self.folder) as items:
             for item in items:
@@ -144,6 +144,8 @@ class Cache:
                         about = item.stat()
                         found.append((about.st_mtime, about.st_size, item.path))
         total = sum(size for _, size, _ in found)
+        if limit_bytes is None:
+            limit_bytes = total // 2
         if total <= limit_bytes:
             return
         for _, size, path in sorted(found):

@@ -291,7 +291,7 @@ def test_threads_fetch_an_object_once(store: ObjectStore, remote: Remote) -> Non
 
 
 def test_a_full_disk_makes_room_and_then_is_named(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, 1000)
+    cache = Cache(tmp_path, 1 << 40)  # the disk is smaller
     for number in range(3):
         cache.open(cache.entry(str(number)), lambda file: file.write(bytes(300)) and None).close()
     tries: list[int] = []
