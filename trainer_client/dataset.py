@@ -25,11 +25,14 @@ class PackedDataset(IterableDataset):
     """Takes what PackedStream takes, and `transform`, applied to each batch (for example
     PackedBatch.for_transformers where the loop wants a dict).
 
-    State: without workers, `state_dict` is the stream's. With workers the loop runs in another process
-    than the dataset; then either use torchdata's StatefulDataLoader, which collects each worker's
-    state (load it with as many workers), or save `batch.state` of the last batch taken, which any
-    PackedStream or PackedDataset loads. With workers call `set_epoch` before each epoch but the first,
-    as with torch's DistributedSampler: the main process does not see that an epoch was read.
+    Iterate it by `loader()`: then the main process knows what the loop has taken, also with workers. Its
+    `state_dict` counts that, on any number of workers, and the next `for` goes on behind it, be it the rest
+    of an epoch or the next one.
+
+    A DataLoader of your own over it reads in other processes, of which this one sees nothing: with workers
+    call `set_epoch` before each epoch but the first, as with torch's DistributedSampler, and save
+    `batch.state` of the last batch taken; or use torchdata's StatefulDataLoader, which collects each
+    worker's state (load it with as many workers).
     """
 
     def __init__(
@@ -47,17 +50,20 @@ class PackedDataset(IterableDataset):
         self._num_given = 0
 
     def loader(self, **options: Any) -> DataLoader:
-        """A DataLoader over this dataset, one batch at a time, that accelerator.prepare() hands through as
-        it is. options: of DataLoader, for example num_workers."""
-        made = DataLoader(self, batch_size=None, **options)
-        made._is_accelerate_prepared = True
-        return made
+        """A DataLoader over this dataset, one batch at a time, that keeps the dataset where the loop is, and
+        that accelerator.prepare() hands through as it is. options: of DataLoader, for example num_workers."""
+        return _Loader(_WithStates(self), batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Any]:
         self._refuse_a_second_deal()
+        return map(self._transformed, self._batches())
+
+    def _batches(self) -> Iterator[PackedBatch]:
         info = get_worker_info()
-        batches = iter(self._stream) if info is None else self._lane(info.id, info.num_workers)
-        return batches if self._transform is None else map(self._transform, batches)
+        return iter(self._stream) if info is None else self._lane(info.id, info.num_workers)
+
+    def _transformed(self, batch: PackedBatch) -> Any:
+        return batch if self._transform is None else self._transform(batch)
 
     def _refuse_a_second_deal(self) -> None:
         """Raise where a loader of Accelerate's would deal out this rank's packs to all ranks once more."""
@@ -137,3 +143,41 @@ class PackedDataset(IterableDataset):
     def stream(self) -> PackedStream:
         """The stream underneath (for its stats)."""
         return self._stream
+
+
+class _WithStates(IterableDataset):
+    """A PackedDataset's items, each with the stream's state once it was taken."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        self.packed = packed
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        return ((self.packed._transformed(batch), batch.state) for batch in self.packed._batches())
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+
+class _Loader(DataLoader):
+    """Hands out the items, and keeps the main process's stream where the loop is."""
+
+    _is_accelerate_prepared = True
+    _is_read_ahead = False  # persistent workers were left within an iteration
+
+    def __iter__(self) -> Iterator[Any]:
+        stream = self.dataset.packed.stream
+        if self._is_read_ahead:
+            raise RuntimeError(
+                "the last iteration was broken off, and persistent workers have read on since: their batches "
+                "would be lost; use persistent_workers=False"
+            )
+        if self.num_workers:
+            stream._go_on()
+        self._is_read_ahead = self.persistent_workers
+        for item, state in super().__iter__():
+            if self.num_workers:
+                stream._follow(state)
+            yield item
+        if self.num_workers:
+            stream._came_to_the_end()
+        self._is_read_ahead = False

@@ -212,7 +212,7 @@ class PackedStream:
                 is_empty = False
                 self._require_current(iteration)
                 # Before the loop's body runs: a state saved in it counts this batch as taken.
-                self._cursor = Cursor(**{name: batch.state[name] for name in Cursor.__slots__})
+                self._follow(batch.state)
                 self._meter.num_batches += 1
                 self._meter.num_tokens += batch.num_tokens
                 self._meter.num_bytes += batch.num_bytes
@@ -225,6 +225,15 @@ class PackedStream:
                     self._warn_of_the_end()
         finally:
             prefetcher.close()
+
+    def _follow(self, state: Mapping[str, Any]) -> None:
+        """Stand where another process's copy of this stream does."""
+        self._cursor = Cursor(**{name: state[name] for name in Cursor.__slots__})
+
+    def _came_to_the_end(self) -> None:
+        """The copy's iteration did."""
+        if self._term.until is not None:
+            self._cursor, self._ended = Cursor(epoch=self._term.until), True
 
     def _warn_of_the_end(self) -> None:
         log.warning(

@@ -126,6 +126,46 @@ def test_persistent_workers_go_on_to_the_next_epoch(tmp_path: Path) -> None:
     assert taken(batches) + taken(batches) == whole
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_its_own_loader_goes_on_where_the_loop_is(tmp_path: Path, num_workers: int) -> None:
+    """Epoch after epoch without a word, broken off at will, and by the dataset's state."""
+    dataset = build_dataset(tmp_path, numbered_packs(10), packs_per_shard=6)
+    whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=3))
+
+    def number(batch: Any) -> int:
+        return int(batch.example_ids[0])
+
+    packed = PackedDataset(tmp_path, dataset=dataset, transform=number)
+    batches = packed.loader(num_workers=num_workers)
+    assert len(batches) == 10
+    found = list(batches)
+    for item in batches:
+        found.append(item)
+        if len(found) == 14:
+            break
+    assert (packed.state_dict()["epoch"], packed.state_dict()["packs"]) == (1, 4)
+    resumed = PackedDataset(tmp_path, dataset=dataset, transform=number)
+    resumed.load_state_dict(packed.state_dict())
+    assert found + list(resumed.loader(num_workers=1)) == whole[:20]
+    found += list(batches)
+    found += list(batches)
+    assert found == whole
+    assert packed.state_dict()["epoch"] == 3
+
+
+def test_its_own_loader_with_persistent_workers(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(7), packs_per_shard=6)
+    packed = PackedDataset(tmp_path, dataset=dataset)
+    packed.stream.skip([6])  # the end of the epoch comes before its last step
+    batches = packed.loader(num_workers=2, persistent_workers=True)
+    whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=2))
+    assert taken(batches) + taken(batches) == whole[:6] + whole[7:]
+    assert packed.state_dict()["epoch"] == 2
+    next(iter(batches))
+    with pytest.raises(RuntimeError, match="broken off"):
+        next(iter(batches))
+
+
 def test_transform_is_applied_to_each_batch(tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=6)
     packed = PackedDataset(tmp_path, dataset=dataset, transform=lambda batch: batch.for_transformers())
