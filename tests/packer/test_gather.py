@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packs import random_packs
 
+from packer import gather as gathering
 from packer import shard
 from packer.gather import gather
 from packer.packing import PackPlan, plan
 from packer.shard import PADDING_ID, Pack, Packs, ShardError
+from packer.shard import encode as encoding
 
 
 def one_by_one(
@@ -63,10 +65,12 @@ def one_by_one(
     seed=st.integers(0, 9),
     multiples=st.sampled_from([(1, 1), (2, 1), (1, 4), (2, 4), (3, 8)]),
     shard_tokens=st.integers(1, 40),
+    long_run=st.sampled_from([0, 3, 1000]),
 )
 def test_equal_to_one_pack_after_another(
-    lengths: list[int], seed: int, multiples: tuple[int, int], shard_tokens: int
+    lengths: list[int], seed: int, multiples: tuple[int, int], shard_tokens: int, long_run: int
 ) -> None:
+    """Whichever way runs of tokens are copied."""
     rng = np.random.default_rng(seed)
     rows = [rng.integers(1, 1000, length).tolist() for length in lengths]
     trained = [(rng.random(length) < 0.5).tolist() for length in lengths]
@@ -74,18 +78,20 @@ def test_equal_to_one_pack_after_another(
     planned = plan(
         np.array(lengths, np.int64), 16, segment_multiple=segment_multiple, pack_multiple=pack_multiple
     )
-    shards = list(
-        gather(
-            np.array([*chain(*rows)], np.int32),
-            np.array([*chain(*trained)], np.bool_),
-            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            100 + np.arange(len(lengths)),
-            planned,
-            segment_multiple=segment_multiple,
-            pack_multiple=pack_multiple,
-            shard_tokens=shard_tokens,
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathering, "_LONG_RUN", long_run)
+        shards = list(
+            gather(
+                np.array([*chain(*rows)], np.int32),
+                np.array([*chain(*trained)], np.bool_),
+                np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+                100 + np.arange(len(lengths)),
+                planned,
+                segment_multiple=segment_multiple,
+                pack_multiple=pack_multiple,
+                shard_tokens=shard_tokens,
+            )
         )
-    )
     found = [pack for packs in shards for pack in packs]
     assert found == one_by_one(rows, trained, planned, segment_multiple, pack_multiple)
     for packs in shards[:-1]:  # a shard ends with the pack that fills it
@@ -96,13 +102,15 @@ def test_equal_to_one_pack_after_another(
 # ------------------------------------------------------------------ flat packs
 
 
-@given(st.integers(0, 12), st.integers(0, 99))
-def test_flat_packs_are_the_packs(num_packs: int, seed: int) -> None:
+@given(st.integers(0, 12), st.integers(0, 99), st.sampled_from([0, 1000]))
+def test_flat_packs_are_the_packs(num_packs: int, seed: int, long_segment: int) -> None:
     packs = random_packs(num_packs, seed=seed)
     flat = Packs.of(packs)
     assert len(flat) == num_packs
     assert list(flat) == packs
-    data, index = shard.encode_packs(flat, "d" * 32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoding, "_LONG_SEGMENT", long_segment)
+        data, index = shard.encode_packs(flat, "d" * 32)
     assert list(shard.read_packs(data)) == packs
     assert shard.validate(data) == num_packs
     assert index["num_trained"].tolist() == [pack.num_trained for pack in packs]
