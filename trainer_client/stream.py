@@ -54,8 +54,8 @@ log = logging.getLogger(__name__)
 class PackedStream:
     """An iterable of PackedBatch: exactly this rank's part of the dataset, in the one order there is.
 
-    source: the url of a padfree service, or a store: a folder or s3:// (no server needed). While the dataset is
-        still being packed, the stream follows it.
+    source: the url of a padfree service, or a store: a folder or s3:// (no server needed). While the
+        dataset is still being packed, the stream follows it.
     dataset: its id; or the beginning of the id (4 digits or more) or its name, where that is of one alone:
         then the source is asked at once, and `stream.dataset` is the id.
     rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
