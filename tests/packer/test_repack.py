@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import toy
 from packing_job import Packed, pack_document, spec_of, write_rows, write_tokenizer
+from s3 import s3_server, use
 
 from packer import pipeline, resolve
 from packer.bundle import TokenizerError
@@ -20,7 +21,7 @@ from packer.preview import preview
 from packer.runners import InlineRunner
 from packer.sources import SourceError, partitions
 from packer.spec import SpecError, parse_spec
-from packer.store import LocalStore
+from packer.store import LocalStore, open_store
 
 WORDS = [chr(ord("a") + i) for i in range(26)]
 # What depends on how text was cut into partitions or on a text that was never tokenized.
@@ -96,6 +97,8 @@ LAYOUTS = [
     {"max_tokens": 64, "strategy": "step", "step_size": 8},
     {"max_tokens": 64, "segment_multiple": 8, "pack_multiple": 16},
     {"max_tokens": [16, 40, 96]},
+    {"max_tokens": 40, "strategy": "wrapped"},
+    {"max_tokens": 40, "balance": "attention"},
     {"max_tokens": 16, "overlong": "truncate"},
     {"max_tokens": 16, "overlong": "split"},
     {"max_tokens": 16, "overlong": "drop"},
@@ -312,3 +315,21 @@ def test_lengths_and_preview_come_from_the_segments(tmp_path: Path) -> None:
     assert found.num_rows == len(first.segments)
     assert found.examples[0].tokens[-1].text == "<eos>"
     assert found.examples[0].place == f"dataset://{first.job.dataset}, example {found.examples[0].example}"
+
+
+def test_in_an_object_store_it_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "cache"))
+    first, document = source_of(tmp_path, rows(120), packing={"max_tokens": 64}, shuffle_seed=1)
+    more: dict[str, Any] = {"packing": {"max_tokens": 48}, "shuffle_seed": 1}
+    here = repacked(tmp_path, first.job.dataset, **more)
+    with s3_server({"bucket/": b""}) as url, use(url, monkeypatch):
+        place = "s3://bucket/store"
+        assert pack_document(place, document).job.dataset == first.job.dataset
+        there = pack_document(place, spec_of([f"dataset://{first.job.dataset}"], None, **more))
+        store = open_store(place)
+        (lengths,) = token_lengths(there.job, store)
+        shown = preview(there.job, store, 2)
+    assert there.digests == here.digests
+    assert there.report == here.report
+    assert len(lengths) == first.report["rows_packed"]
+    assert len(shown.examples) == 2
