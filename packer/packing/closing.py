@@ -3,7 +3,8 @@
 A pack is closed exactly where that can be had: by one piece, else by two. For two, each pack reserves a
 piece of about half its room, no piece twice, and looks for the other half among the rest; what finds none
 looks again with a shorter one. That is the two-item form of minimum bin slack (Gupta and Ho 1999), for all
-packs in a few numpy calls of O(n log n). What cannot be closed takes the longest piece that fits (best fit).
+packs in a few numpy calls of O(n log n). The packs that are left after some tries look at all pairs, one
+after the other. What cannot be closed takes the longest piece that fits (best fit).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from packer.packing.bits import bit_sets, exact_pairs
 from packer.packing.values import Int64
 
-_TRIES = 12  # halves that a pack looks at
+_TRIES = 4  # halves that all packs look at together
 _STRIDE = 3  # places in the pool between two of them
 _RANK_BITS = 24  # of equal values, to tell them apart: the pool has fewer pieces
 
@@ -35,6 +37,8 @@ class Closing:
             for number in range(_TRIES):
                 if not self._has_work() or not self._pairs(number * _STRIDE):
                     break
+            if self._has_work():
+                self._searched_pairs()
             if self._has_work():
                 self._best_fit()
         none = np.zeros(0, np.int64)
@@ -75,6 +79,42 @@ class Closing:
         self._take(closed, others_at[at][order], half[which][order])
         self.packs, self.rooms = self.packs[~closed], self.rooms[~closed]
         return True
+
+    def _searched_pairs(self) -> None:
+        """Look at all pairs for the packs that found none, one pack after the other, in bit sets."""
+        low = int(np.searchsorted(self.rooms, 2 * self.sizes[0]))
+        high = int(np.searchsorted(self.rooms, 2 * self.sizes[-1], side="right"))
+        starts = np.flatnonzero(np.diff(self.sizes, prepend=0))
+        kinds = self.sizes[starts]
+        longest = int(kinds[-1])
+        forward, backward = bit_sets(kinds, longest)
+        following = dict(zip(kinds.tolist(), starts.tolist(), strict=True))  # the next piece of each size
+        left = dict(zip(kinds.tolist(), np.diff(starts, append=len(self.sizes)).tolist(), strict=True))
+        closed: list[int] = []
+        taken: list[int] = []
+        for place, room in enumerate(self.rooms[low:high].tolist(), low):
+            half = (room + 1) // 2
+            pairs = exact_pairs(forward, backward, room=room, longest=longest)
+            while pairs:
+                lowest = pairs & -pairs
+                longer = lowest.bit_length() - 1 + half
+                shorter = room - longer
+                if longer != shorter or left[longer] > 1:
+                    closed.append(place)
+                    for size in (longer, shorter):
+                        taken.append(following[size])
+                        following[size] += 1
+                        left[size] -= 1
+                        if not left[size]:
+                            forward ^= 1 << size
+                            backward ^= 1 << (longest - size)
+                    break
+                pairs ^= lowest
+        mask = np.zeros(len(self.rooms), np.bool_)
+        mask[closed] = True
+        both = np.array(taken, np.int64).reshape(-1, 2)
+        self._take(mask, both[:, 0], both[:, 1])
+        self.packs, self.rooms = self.packs[~mask], self.rooms[~mask]
 
     def _best_fit(self) -> None:
         """Each pack takes the longest piece that fits, no piece twice; packs are done that find none."""

@@ -35,6 +35,12 @@ def test_two_equal_pieces_fill_a_pack_only_if_there_are_two() -> None:
     assert rooms_after([10], [5]) == ([5], [])
 
 
+def test_every_pair_is_looked_at_in_the_end() -> None:
+    # Of 200 pieces that could be the half only one has its other half there.
+    pool = sorted([*range(10, 410, 2), 695])
+    assert rooms_after([1001], pool)[0] == [0]
+
+
 def test_what_cannot_be_closed_takes_the_longest_that_fits() -> None:
     assert rooms_after([9, 2], [4, 8, 8]) == ([1, 2], [4, 8])
 
