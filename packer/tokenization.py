@@ -26,7 +26,9 @@ import tokenizers
 from numpy.typing import NDArray
 
 from packer.bundle import Bundle, TokenizerError
+from packer.convert.values import MODEL_NAME
 from packer.fast import CheckedEncoder
+from packer.pieces import MissingLibrary, PieceEncoder
 from packer.prefix import can_cut, next_cut
 from packer.token_bytes import TokenBytes, token_bytes
 
@@ -54,7 +56,7 @@ class Located:
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizers` tokenizer, with what its configuration files say about it.
+    """A Hugging Face `tokenizers` tokenizer (or a SentencePiece model: packer.pieces), with its settings.
 
     bos_id, eos_id, pad_id: None where unknown. adds_bos: the tokenizer itself puts BOS before a text.
     Safe to use from several threads, and in children made by fork or spawn.
@@ -65,6 +67,12 @@ class Tokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.bundle = bundle
         self._lock = threading.Lock()
+        self._pieces: PieceEncoder | None = None
+        if MODEL_NAME in bundle.files:
+            try:
+                self._pieces = PieceEncoder(bundle.files[MODEL_NAME])
+            except MissingLibrary as error:
+                raise TokenizerError(f"tokenizer.path: {error}") from error
         self._config = bundle.document("tokenizer_config.json")
         try:
             self._backend = tokenizers.Tokenizer.from_str(bundle.files["tokenizer.json"].decode())
@@ -232,7 +240,7 @@ class Tokenizer:
     @property
     def encoder_name(self) -> str:
         """What makes the ids now (the reference or the fast encoder), with its version."""
-        return self._encoder.name
+        return self._encoder.name if self._pieces is None else self._pieces.name
 
     @property
     def encoder_faults(self) -> tuple[str, ...]:
@@ -278,11 +286,18 @@ class Tokenizer:
     def _encode_slowly(
         self, texts: Sequence[str], plain: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """As the reference encodes: `tokenizers`."""
+        """As the reference encodes: `tokenizers`, or sentencepiece."""
+        if self._pieces is not None:
+            return _flat(self._pieces.encode_batch(texts, self._cutting(plain)))
         ids: list[NDArray[np.int32]] = []
         for encodings in self._encodings(texts, plain=plain, fast=True):
             ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
         return _flat(ids)
+
+    def _cutting(self, plain: bool) -> dict[str, int]:
+        """Added tokens that are cut out of a text: control words not of plain text."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if not (plain and token.special)}
 
     def _encodings(self, texts: Sequence[str], *, plain: bool, fast: bool) -> Iterator[list[Any]]:
         for batch in _calls(texts):
@@ -296,6 +311,8 @@ class Tokenizer:
         self, texts: Sequence[str]
     ) -> list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]]:
         """(ids, starts, ends) of each text, in bytes, by the library's own character offsets."""
+        if self._pieces is not None:
+            return [self._pieces.encode(text, self._cutting(False)) for text in texts]
         rows = []
         encodings = itertools.chain.from_iterable(self._encodings(texts, plain=False, fast=False))
         for text, encoding in zip(texts, encodings, strict=True):

@@ -23,7 +23,7 @@ from packer.convert.sentencepiece import convert_sentencepiece
 from packer.convert.slow import convert_slow
 from packer.convert.tekken import convert_tekken, is_tekken
 from packer.convert.tiktoken import convert_tiktoken, is_tiktoken
-from packer.convert.values import ConversionError, Converted, as_object
+from packer.convert.values import MODEL_NAME, ConversionError, Converted, as_object
 from packer.fast import trial_texts
 
 __all__ = ["FOREIGN_NAMES", "ConversionError", "convert", "is_foreign"]
@@ -55,8 +55,10 @@ def convert(foreign: Mapping[str, bytes], beside: Mapping[str, bytes]) -> dict[s
     converted = _converted(foreign, config)
     if converted.reference is not None:
         _compare(converted)
+    kept = {} if converted.model is None else {MODEL_NAME: converted.model}
     both = {**converted.config, **{key: value for key, value in config.items() if value is not None}}
     return {
+        **kept,
         "tokenizer.json": json.dumps(converted.document, ensure_ascii=False).encode(),
         "tokenizer_config.json": json.dumps(both, ensure_ascii=False).encode(),
     }

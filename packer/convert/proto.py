@@ -42,10 +42,13 @@ _FIELDS: dict[str, list[tuple[str, int, Any, str]]] = {
     ],
 }
 _PARTS = [("pieces", 1, "Piece"), ("trainer", 2, "Trainer"), ("normalizer", 3, "Normalizer")]
+# Of sentencepiece.proto: a text that was encoded; begin and end in bytes.
+_FIELDS["Token"] = [("id", 2, _WHOLE, "0"), ("begin", 4, _WHOLE, "0"), ("end", 5, _WHOLE, "0")]
 
 
 @lru_cache(maxsize=1)
-def _message() -> Any:
+def _messages() -> tuple[Any, Any]:
+    """The classes of models and of texts."""
     file = descriptor_pb2.FileDescriptorProto(name="padfree.proto", package="padfree", syntax="proto2")
     for name, fields in _FIELDS.items():
         part = file.message_type.add(name=name)
@@ -57,15 +60,19 @@ def _message() -> Any:
         model.field.add(
             name=field, number=number, type=_Field.TYPE_MESSAGE, type_name=f".padfree.{kind}", label=label
         )
+    text = file.message_type.add(name="Text")
+    text.field.add(name="pieces", number=2, type=_Field.TYPE_MESSAGE, type_name=".padfree.Token", label=3)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("padfree.Model"))
+    found = (pool.FindMessageTypeByName(f"padfree.{name}") for name in ("Model", "Text"))
+    model_class, text_class = map(message_factory.GetMessageClass, found)
+    return model_class, text_class
 
 
 def read_model(data: bytes, name: str) -> Any:
     """The model: pieces (piece, score, type), trainer, normalizer. Raises ConversionError."""
     try:
-        model = _message().FromString(data)
+        model = _messages()[0].FromString(data)
     except Exception as error:  # DecodeError, UnicodeDecodeError: by the implementation that is there
         raise ConversionError(
             f"{name}: a SentencePiece model is required, found a file that is none "
@@ -76,3 +83,8 @@ def read_model(data: bytes, name: str) -> Any:
             f"{name}: a SentencePiece model holds pieces, this file has none; copy the file again"
         )
     return model
+
+
+def read_text(data: bytes) -> Any:
+    """What the library gives for a text: pieces (id, begin, end)."""
+    return _messages()[1].FromString(data)

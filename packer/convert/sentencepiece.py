@@ -4,7 +4,7 @@ What the library does to a text, in its order: the normaliser's table of charact
 out, a space put before it (the dummy prefix), spaces written as "▁"; pieces that a user defined are cut out
 whole; what is between is encoded by merging, again and again, the leftmost of the adjacent pairs whose piece
 has the highest score (model type bpe); what is no piece becomes its bytes, or one unknown token. That is
-carried over exactly.
+carried over exactly. Models of type unigram, or with a table of characters, are kept for their own library.
 
 Control words of a chat cut the text; what is between is encoded as a text of its own, dummy prefix and all
 (not so where tokenizer_config.json has `legacy` false).
@@ -26,7 +26,7 @@ from packer.convert.values import ConversionError, Converted, bpe, document, spl
 
 _SPACE = "▁"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
+_KINDS = {3: "word", 4: "char"}
 # Classes of transformers that number and split as the model does.
 _FAITHFUL = (
     "",
@@ -44,6 +44,8 @@ def convert_sentencepiece(data: bytes, name: str, config: Mapping[str, Any]) -> 
     _check(model, name, config)
     trainer, normalizer = model.trainer, model.normalizer
     pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
+    if trainer.model_type == 1 or normalizer.precompiled_charsmap:
+        return _kept(data, model)
     user_defined = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     unknown = next((piece for piece, _, kind in pieces if kind == _UNKNOWN), None)
     # Said by transformers' Llama: control words cut no text, so only its beginning gets the dummy prefix.
@@ -73,20 +75,41 @@ def convert_sentencepiece(data: bytes, name: str, config: Mapping[str, Any]) -> 
     )
 
 
+def _kept(data: bytes, model: Any) -> Converted:
+    """A model that its own library encodes (packer.pieces); the tokenizer.json holds the vocabulary.
+
+    `tokenizers` does not do it exactly: of segmentations of equal likelihood it takes another by its
+    rounding, it takes the words "<0x0A>" for that byte, and its normaliser replaces whole graphemes.
+    """
+    vocab = [[piece.piece, piece.score] for piece in model.pieces]
+    unknown = next((i for i, piece in enumerate(model.pieces) if piece.type == _UNKNOWN), None)
+    return Converted(
+        document=document(
+            {
+                "type": "Unigram",
+                "unk_id": unknown,
+                "vocab": vocab,
+                "byte_fallback": model.trainer.byte_fallback,
+            },
+            added=[(i, piece.piece, True) for i, piece in enumerate(model.pieces) if piece.type == _CONTROL],
+            decoders=_decoders(model.normalizer),
+        ),
+        config=_config(model),
+        model=data,
+    )
+
+
 def _check(model: Any, name: str, config: Mapping[str, Any]) -> None:
     """Raise ConversionError for a model that is not carried over."""
     own = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     kinds = Counter(piece.type for piece in model.pieces)
     reasons = {
         f"transformers' {own} changes what the model gives": own not in _FAITHFUL,
-        f"it is of type {_KINDS.get(model.trainer.model_type, model.trainer.model_type)}, not bpe": (
-            model.trainer.model_type != 2
+        f"it is of type {_KINDS.get(model.trainer.model_type, model.trainer.model_type)}": (
+            model.trainer.model_type not in (1, 2)
         ),
         "it writes spaces behind words": model.trainer.treat_whitespace_as_suffix,
         "it does not write spaces as ▁": not model.normalizer.escape_whitespaces,
-        f"its normaliser ({model.normalizer.name}) changes characters": bool(
-            model.normalizer.precompiled_charsmap
-        ),
         "it has unused pieces": kinds[_UNUSED] > 0,
         "legacy is false in tokenizer_config.json, and it takes surplus spaces out": (
             config.get("legacy") is False and model.normalizer.remove_extra_whitespaces

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MODEL_NAME = "sentencepiece.model"  # in a bundle that packer.pieces encodes
+
 
 class ConversionError(ValueError):
     """Tokenizer files that cannot be read, or not be converted exactly."""
@@ -21,12 +23,13 @@ class Converted:
 
     document: the tokenizer.json. config: what its own files say of special tokens, as tokenizer_config.json
     would. reference: encodes words with the library that the files were made for; None where that is not
-    installed.
+    installed. model: a SentencePiece model that its own library encodes (packer.pieces).
     """
 
     document: Mapping[str, Any]
     config: Mapping[str, Any] = field(default_factory=dict)
     reference: Callable[[Sequence[str]], list[list[int]]] | None = None
+    model: bytes | None = None
 
 
 def document(

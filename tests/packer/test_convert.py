@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import toy
 from tokenizers import Tokenizer as Backend
@@ -20,6 +23,7 @@ from packer.convert.ranks import byte_characters, last_pair, merges_of
 from packer.convert.tiktoken import check_pattern, is_tiktoken
 from packer.convert.values import ConversionError
 from packer.render import Renderer
+from packer.store import LocalStore
 from packer.tokenization import Tokenizer, TokenizerError
 
 FOREIGN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -76,6 +80,42 @@ def test_a_sentencepiece_model_gives_the_ids_of_its_library(name: str) -> None:
     assert_golden(tokenizer, name)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.adds_bos) == (1, 2, True)
     assert tokenizer.control_words["</s>"] == 2
+
+
+@pytest.mark.parametrize("name", ["unigram", "unigram-bytes"])
+def test_a_unigram_model_is_encoded_by_its_library(name: str, tmp_path: Path) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    bundle = Bundle.read(FOREIGN / f"{name}.model", chat_template=LLAMA_TEMPLATE)
+    store = LocalStore(tmp_path)
+    tokenizer = Tokenizer(Bundle.load(store, bundle.save(store)))
+    assert_golden(tokenizer, name)
+    assert tokenizer.encoder_name == f"sentencepiece {sentencepiece.__version__}"
+    assert pickle.loads(pickle.dumps(tokenizer)).bundle == bundle
+    row = toy.chat(("user", "hi </s>"), ("assistant", "naïve 🙂 yes"))
+    rendered = Renderer(tokenizer, format="messages", fields={}).render([row])
+    answer = ids_of(tokenizer, [" naïve 🙂 yes"])[0]
+    trained = rendered.input_ids[rendered.loss_mask].tolist()
+    assert trained[-1] == tokenizer.eos_id
+    # The space before the answer stands in one text with "[/INST]", which is no control word here.
+    assert tokenizer.decode(trained[:-1]).strip() == tokenizer.decode(answer).strip()
+    assert rendered.input_ids.tolist().count(tokenizer.eos_id or 0) == 1
+
+
+def test_places_by_the_library_cover_the_text(tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    tokenizer = Tokenizer(Bundle.read(FOREIGN / "unigram-bytes.model"))
+    located = tokenizer.encode_chats(["<s>é 🙂</s>", "", "a"])
+    assert (located.starts[0], located.ends[0]) == (0, 3)
+    assert located.ends.max() == len("<s>é 🙂</s>a".encode())
+    assert np.all(located.ends > located.starts)
+    face = np.flatnonzero((located.starts < 10) & (located.ends > 6))
+    assert len(face) == 4  # bytes that share the character
+
+
+def test_without_the_library_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(TokenizerError, match="pip install sentencepiece"):
+        Tokenizer(Bundle.read(FOREIGN / "unigram.model"))
 
 
 def test_decoding_gives_the_text_back() -> None:
