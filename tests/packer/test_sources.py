@@ -562,15 +562,15 @@ def test_a_table_without_the_column_gives_rows_without_the_field(tmp_path: Path)
 # ------------------------------------------------------------------ files of several kinds
 
 
-def mixed_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """The rows in a file of each kind."""
+def mixed_folder(folder: Path, rows: list[dict[str, Any]], compression: str) -> Path:
+    """The rows in a file of each kind, plain or each compressed."""
     folder.mkdir()
     texts = [
         {name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()}
         for row in rows
     ]
     jsonl(folder / "a.jsonl", rows)
-    (folder / "b.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode()))
+    (folder / "b.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), folder / "c.parquet")
     with (folder / "d.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -579,6 +579,10 @@ def mixed_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
     table = pa.Table.from_pylist(rows)
     with pa.ipc.new_file(str(folder / "e.arrow"), table.schema) as arrow:
         arrow.write_table(table)
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(compression)
+    for path in list(folder.iterdir()) if compress else ():
+        path.with_name(path.name + compression).write_bytes(compress(path.read_bytes()))
+        path.unlink()
     return folder
 
 
@@ -591,10 +595,12 @@ def mixed_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
         [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [3], "labels": [3]}],
     ],
 )
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
 def test_files_of_all_kinds_with_the_same_fields_are_one_source(
-    tmp_path: Path, rows: list[dict[str, Any]], seed: int | None
+    tmp_path: Path, rows: list[dict[str, Any]], seed: int | None, compression: str
 ) -> None:
-    out = read_source(mixed_folder(tmp_path / "all", rows), tmp_path / "store", seed=seed)
+    folder = mixed_folder(tmp_path / "all", rows, compression)
+    out = read_source(folder, tmp_path / "store", seed=seed)
     assert not out.errors
     assert sorted(out.ids) == list(range(10))
     renderer = Renderer(None, format="tokens", fields={})
