@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_service import FakeService, Fault
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from packs import build_dataset, numbered_packs
+from packs import build_dataset, build_step_dataset, numbered_packs
 
 from packer import order
 from trainer_client import PackedBatch, PackedStream
@@ -136,6 +137,62 @@ def run(root: Path, source: str, service: FakeService | None, max_examples: int)
     run_state_machine_as_test(
         machine, settings=settings(max_examples=max_examples, stateful_step_count=15, deadline=None)
     )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_packs=st.integers(6, 15),
+    epochs=st.integers(1, 3),
+    packs_per_step=st.integers(1, 2),
+    micro_batches=st.integers(1, 3),
+    tail=st.sampled_from(["drop", "pad"]),
+    of_steps=st.booleans(),
+    kills=st.lists(st.integers(0, 9), max_size=6),
+)
+def test_a_run_of_epochs_is_the_same_however_it_is_cut(
+    num_packs: int,
+    epochs: int,
+    packs_per_step: int,
+    micro_batches: int,
+    tail: Any,
+    of_steps: bool,
+    kills: list[int],
+) -> None:
+    """And once it came to its end, resuming it gives nothing more."""
+    with tempfile.TemporaryDirectory() as root:
+        packs = numbered_packs(num_packs)
+        if of_steps:
+            dataset = build_step_dataset(root, packs, [2, 1, num_packs - 3])
+        else:
+            dataset = build_dataset(root, packs, packs_per_shard=4)
+
+        def open_stream() -> PackedStream:
+            return PackedStream(
+                root,
+                dataset=dataset,
+                epochs=epochs,
+                packs_per_step=packs_per_step,
+                micro_batches=micro_batches,
+                tail=tail,
+            )
+
+        whole = [told(batch) for batch in open_stream()]
+        assert {batch[0] for batch in whole} == set(range(epochs))
+        state, seen = None, []
+        for kill in [*kills, None, None]:
+            stream = open_stream()
+            assert len(stream) == len(whole)
+            if state is not None:
+                stream.load_state_dict(json.loads(state))
+            assert len(stream) == len(whole)
+            seen += [told(batch) for batch in itertools.islice(stream, kill)]
+            state = json.dumps(stream.state_dict())
+            stream.close()
+        assert seen == whole
+
+
+def told(batch: PackedBatch) -> tuple[Any, ...]:
+    return batch.epoch, batch.step, batch.step_done, batch.example_ids.tolist()
 
 
 def test_from_a_folder() -> None:
