@@ -61,7 +61,7 @@ def ray_of(num_workers: int, environment: dict[str, str]) -> Iterator[dict[str, 
     )
     try:
         assert cluster.stdout is not None
-        yield json.loads(cluster.stdout.readline())
+        yield {"folder": folder, **json.loads(cluster.stdout.readline())}
     finally:
         cluster.communicate(timeout=60)
         shutil.rmtree(folder, ignore_errors=True)
@@ -124,6 +124,13 @@ def ready(server: Server) -> int | None:
         return None
 
 
+def is_packing(ray_folder: str, process: int) -> bool:
+    """Whether a worker is within a partition, by what it logs."""
+    logs = Path(ray_folder, "session_latest/logs").glob(f"worker-*-{process}.err")
+    lines = "".join(log.read_text() for log in logs)
+    return lines.count(" begins: ") > lines.count(" is packed, to be committed")
+
+
 def parent_of(process: int) -> int:
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -145,6 +152,7 @@ def test_f38_a_lost_worker_is_done_without_and_the_status_shows_it(tmp_path: Pat
         process = int(worker.rpartition("/")[2])
         raylet = parent_of(process)
         assert raylet in cluster["raylets"]
+        wait_for(lambda: is_packing(cluster["folder"], process))
         for one in (raylet, process):  # the machine with all that is on it
             os.kill(one, signal.SIGKILL)
         killed, before = time.monotonic(), sum(log.shards_by_worker().values())
