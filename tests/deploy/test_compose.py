@@ -12,6 +12,7 @@ With wheels of torch in a folder of PIP_FIND_LINKS, or TORCH_OPTIONS for pip, th
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -119,6 +120,16 @@ class Stack:
             log.write(self.compose("--profile", "*", "logs", "--no-color", check=False))
         self.compose("--profile", "*", "down", "-v", "--remove-orphans", "-t", "5", check=False)
 
+    @contextlib.contextmanager
+    def replicas(self) -> Iterator[None]:
+        """With several services behind one port; ends all containers afterwards."""
+        self.files.append("deploy/compose.replicas.yaml")
+        try:
+            yield
+        finally:
+            self.compose("down", "-t", "10", check=False)
+            self.files.pop()
+
     def up(self, *options: str) -> None:
         self.compose("up", "-d", "--wait", "--wait-timeout", "240", *options)
 
@@ -145,11 +156,14 @@ class Stack:
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """A JSON call. Raises OSError where nobody answers."""
+        return json.loads(self.fetch(method, path, body) or b"null")
+
+    def fetch(self, method: str, path: str, body: Any = None) -> bytes:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
         request.add_header("Authorization", "Bearer secret-of-the-test")
         data = None if body is None else json.dumps(body).encode()
         with urllib.request.urlopen(request, data, timeout=60) as answer:
-            return json.loads(answer.read() or b"null")
+            return answer.read()
 
     def post(self, source: str, name: str) -> str:
         spec = {
@@ -357,14 +371,21 @@ def test_replicas_share_one_port_and_one_takes_over_from_another(stack: Stack, s
     stack.build_stand_in(
         "edge", "RUN apt-get update && apt-get install -y --no-install-recommends haproxy", "WORKDIR /"
     )
-    stack.files.append("deploy/compose.replicas.yaml")
+    with stack.replicas():
+        _one_takes_over_from_another(stack, seen)
+    stack.up()
+
+
+def _one_takes_over_from_another(stack: Stack, seen: dict[str, Any]) -> None:
     stack.up("--scale", "ray-worker=2")
     replicas = stack.containers("service")
     assert len(replicas) == 2
     for _ in range(10):
         assert stack.digests(seen["sample"]) == seen["sample digests"]
+        data = stack.fetch("GET", f"/v1/datasets/{seen['sample']}/shards/0")
+        assert hashlib.sha256(data).hexdigest() == seen["sample digests"][0]
     for replica in replicas:
-        assert f"/v1/datasets/{seen['sample']}/shards" in stack.run("docker", "logs", replica, stderr=True)
+        assert f"/v1/datasets/{seen['sample']}/shards/0" in stack.run("docker", "logs", replica, stderr=True)
     _pack_again(stack, seen)
     streamed: dict[str, Any] = {}
     reader = threading.Thread(
@@ -380,9 +401,6 @@ def test_replicas_share_one_port_and_one_takes_over_from_another(stack: Stack, s
     reader.join(timeout=300)
     assert stack.digests(seen["large"]) == seen["digests"]
     assert streamed["packs"] == view["report"]["num_packs"]
-    stack.compose("down", "-t", "10")
-    stack.files.pop()
-    stack.up()
 
 
 # ------------------------------------------------------------------ Prometheus
