@@ -50,29 +50,34 @@ def real_packs(max_tokens: int) -> list[Pack]:
         return [pack for shard in manifest.shards for pack in read_packs(store.get(shard.key))][:-1]
 
 
-def build(root: Path, num_packs: int) -> tuple[str, int, int]:
-    """A finished dataset of `num_packs` full packs: the real ones, again and again. Returns its id, the bytes
-    of its shards and its tokens."""
-    store, dataset = LocalStore(root), _start(root, f"{num_packs} full packs")
+def build(root: Path, num_packs: int, *, times: int = 1) -> tuple[str, int, int]:
+    """A finished dataset of `num_packs` full packs: the real ones, again and again. Its shards are listed
+    `times` times. Returns its id, the bytes of its shards and its tokens, each as often as it is listed."""
+    store, dataset = LocalStore(root), _start(root, f"{num_packs} full packs, {times} times")
     real = real_packs(MAX_TOKENS)
-    numbers, num_tokens = range(0, num_packs, PACKS_PER_SHARD), 0
-    for partition, first in enumerate(numbers):
-        part = [real[index % len(real)] for index in range(first, min(first + PACKS_PER_SHARD, num_packs))]
-        num_tokens += sum(pack.num_tokens for pack in part)
-        _commit(store, dataset, partition, part, key=shard_key(dataset, partition, 0))
-    _finish(store, dataset, len(numbers), num_packs)
-    shards = (root / dataset_key(dataset, "shards")).iterdir()
-    return dataset, sum(path.stat().st_size for path in shards), num_tokens
+    firsts = range(0, num_packs, PACKS_PER_SHARD)
+    stops = [min(first + PACKS_PER_SHARD, num_packs) for first in firsts]
+    shards = [
+        encode_shard([real[i % len(real)] for i in range(first, stop)], dataset)
+        for first, stop in zip(firsts, stops, strict=True)
+    ]
+    for partition in range(times * len(shards)):
+        number = partition % len(shards)
+        _commit(store, dataset, partition, *shards[number], key=shard_key(dataset, number, 0))
+    _finish(store, dataset, times * len(shards), times * num_packs)
+    num_bytes = sum(len(data) for data, _ in shards)
+    num_tokens = sum(int(index["num_tokens"].sum()) for _, index in shards)
+    return dataset, times * num_bytes, times * num_tokens
 
 
 def build_many(root: Path, num_packs: int) -> str:
     """A finished dataset of very many small packs: one shard, listed again and again."""
     store, dataset = LocalStore(root), _start(root, f"{num_packs} small packs")
     real = real_packs(512)
-    part = [real[index % len(real)] for index in range(1000)]
+    encoded = encode_shard([real[index % len(real)] for index in range(1000)], dataset)
     commits = num_packs // 1000
     for partition in range(commits):
-        _commit(store, dataset, partition, part, key=shard_key(dataset, 0, 0))
+        _commit(store, dataset, partition, *encoded, key=shard_key(dataset, 0, 0))
     _finish(store, dataset, commits, num_packs)
     return dataset
 
@@ -90,31 +95,22 @@ def _start(root: Path, what: str) -> str:
     return dataset
 
 
-def _commit(store: LocalStore, dataset: str, partition: int, part: list[Pack], *, key: str) -> None:
-    data, index = _encoded(dataset, part)
+def _commit(
+    store: LocalStore, dataset: str, partition: int, data: memoryview, index: np.ndarray, *, key: str
+) -> None:
     if not store.exists(key):
         store.put(key, data)
     shard = Shard(
         index=0,
         key=key,
-        num_packs=len(part),
+        num_packs=len(index),
         num_tokens=int(index["num_tokens"].sum()),
         num_bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
     )
     rows = shard_rows(0, index)
-    counters = {**_counters(len(part)), "rejected": []}
+    counters = {**_counters(len(index)), "rejected": []}
     write_commit(store, dataset, Commit(partition=partition, shards=(shard,), rows=rows, counters=counters))
-
-
-_latest: dict[int, tuple[memoryview, np.ndarray]] = {}
-
-
-def _encoded(dataset: str, part: list[Pack]) -> tuple[memoryview, np.ndarray]:
-    if id(part) not in _latest:  # the same packs are committed again and again
-        _latest.clear()
-        _latest[id(part)] = encode_shard(part, dataset)
-    return _latest[id(part)]
 
 
 def _finish(store: LocalStore, dataset: str, num_partitions: int, num_packs: int) -> None:

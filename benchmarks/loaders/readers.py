@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BUFFER_BYTES = 1 << 20
+BUFFER_BYTES, PIECE_BYTES = 1 << 20, 16 << 10
 
 
 def _now() -> tuple[float, float]:
@@ -66,16 +66,20 @@ def raw_socket(port: int, num_bytes: int) -> dict[str, Any]:
 
 
 def files_over_http(port: int, paths: list[str]) -> dict[str, Any]:
-    """Whole files, one after the other on one connection, into one buffer."""
-    buffer, got = memoryview(bytearray(BUFFER_BYTES)), 0
-    since = _now()
+    """Whole answers, one after the other on one connection, into the buffer that padfree's client has."""
+    from trainer_client.body import Body
+
+    got, since = 0, _now()
     connection = http.client.HTTPConnection("127.0.0.1", port)
     for path in paths:
         connection.request("GET", path)
         response = connection.getresponse()
         assert response.status == 200, (path, response.status)
-        while count := response.readinto(buffer):
+        body = Body(response)
+        while count := len(body.ahead(PIECE_BYTES)):
+            body.take(count)
             got += count
+        body.finish()
     return {"num_bytes": got, **_since(since)}
 
 
