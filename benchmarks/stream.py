@@ -324,7 +324,7 @@ def main() -> None:
     )
     parser.add_argument("--packs", type=int, default=8192, help="full packs of 8,192 tokens")
     parser.add_argument("--many-packs", type=int, default=1_000_000, help="small packs, for the first batch")
-    parser.add_argument("--times", type=int, default=8, help="how often many ranks read these packs")
+    parser.add_argument("--times", type=int, default=16, help="how often many ranks read these packs")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--nginx", default=shutil.which("nginx"))
     parser.add_argument("--peer-python", default=sys.executable)
