@@ -245,10 +245,7 @@ def _stream_ids(partition: sources.Partition) -> NDArray[np.int64]:
 
 
 def _row_error(records: sources.Records, row: int, reason: str) -> sources.RowError:
-    at = records.locations[row]
-    return sources.RowError(
-        example_id=int(records.example_ids[row]), file=at.file, line=at.number, unit=at.unit, reason=reason
-    )
+    return sources.RowError.of(records.locations[row], int(records.example_ids[row]), reason)
 
 
 def _concat(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:

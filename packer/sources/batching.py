@@ -22,7 +22,7 @@ from packer.sources.parse import (
     parse_document,
     parse_object,
 )
-from packer.sources.values import MIB, Layout, Locations, Records, RowError, Unit
+from packer.sources.values import MIB, Layout, Locations, Place, Records, RowError
 
 BATCH_RECORDS = 1000
 BATCH_BYTES = 8 * MIB
@@ -40,7 +40,7 @@ class Batcher:
 
     fields: Mapping[str, str]
     max_row_bytes: int
-    files: list[tuple[str, Unit]]
+    files: list[Place]
     layouts: list[Layout]
     _pick: FieldPicker = field(init=False)
     _prints_numbers: bool = field(init=False)  # conversations: a template prints the numbers of tool calls
@@ -125,11 +125,7 @@ class Batcher:
         bad = [at for at in suspects if isinstance(rows[at], RowFault)]
         for at in bad:
             example_id, which, number = places[:, at].tolist()
-            file, unit = self.files[which]
-            reason = str(rows[at])
-            self._errors.append(
-                RowError(example_id=example_id, file=file, line=number, reason=reason, unit=unit)
-            )
+            self._errors.append(RowError.of(self.files[which].at(number), example_id, str(rows[at])))
         if bad:
             places = np.delete(places, bad, axis=1)
             rows = [row for row in rows if not isinstance(row, RowFault)]

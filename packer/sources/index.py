@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -182,17 +183,23 @@ def _index_table(task: _Task) -> FileIndex:
         opened = _open_table(task)
     with opened as (table, forget):
         if input.reader == "parquet":
-            columns = tabular.columns_in_use(table.schema_arrow, task.names)
+            columns, groups = (
+                tabular.columns_in_use(table.schema_arrow, task.names),
+                tabular.row_groups(table),
+            )
             marks, num_bytes = tabular.parquet_marks(table, columns)
             by_groups = tabular.readable_by_group(table, columns) and task.in_place
             if by_groups and not task.random_access:
                 num_records = table.metadata.num_rows
-                file = task.file(layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes)
+                file = task.file(
+                    layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes, row_groups=groups
+                )
                 return FileIndex(file=file, marks=marks)
             batches = tabular.parquet_batches(table, columns)
         else:
-            batches = tabular.arrow_batches(table, task.names, forget)
-        return _index_converted(task, table_lines(batches), "row", *sorted(task.names))
+            batches, groups = tabular.arrow_batches(table, task.names, forget), None
+        index = _index_converted(task, table_lines(batches), "row", *sorted(task.names))
+        return dataclasses.replace(index, file=dataclasses.replace(index.file, row_groups=groups))
 
 
 def _index_json(task: _Task) -> FileIndex:

@@ -22,6 +22,7 @@ from packer.sources.values import (
     MIB,
     OFFSET,
     Partition,
+    Place,
     RecordFile,
     Records,
     Span,
@@ -51,7 +52,10 @@ def read_partition(
     batcher = Batcher(
         fields=fields,
         max_row_bytes=max_row_bytes,
-        files=[(span.file.input.path, span.file.unit) for span in partition.spans],
+        files=[
+            Place(file=span.file.input.path, unit=span.file.unit, row_groups=span.file.row_groups)
+            for span in partition.spans
+        ],
         layouts=[span.file.layout for span in partition.spans],
     )
     steps = (

@@ -36,7 +36,7 @@ def load_index(store: Store, key: str, input: InputFile, mtime_ns: int) -> FileI
 
     mtime_ns: of `input`, whose content is known to be what was resolved.
     """
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         data = store.get(key)
         body = data[_DIGEST_BYTES:]
         if hashlib.sha256(body).digest() != data[:_DIGEST_BYTES]:
@@ -45,6 +45,8 @@ def load_index(store: Store, key: str, input: InputFile, mtime_ns: int) -> FileI
         about = json.loads(head)
         if any(_size(store, name) != size for name, size in about["sizes"].items()):
             return None
+        groups = about["file"]["row_groups"]
+        about["file"]["row_groups"] = None if groups is None else tuple(groups)
         file = RecordFile(input=input, mtime_ns=mtime_ns, **about["file"])
         return FileIndex(file=file, marks=np.frombuffer(marks, MARK))
     return None

@@ -25,7 +25,16 @@ from packer.report import total
 from packer.shard import PADDING_ID, Pack, decode_message, iter_boundaries, verify_message
 from packer.sources.packed import damaged, finished, gone, reading
 from packer.sources.streams import spool_key
-from packer.sources.values import MARK, MARK_BYTES, FileIndex, Locations, Partition, RecordFile, SourceError
+from packer.sources.values import (
+    MARK,
+    MARK_BYTES,
+    FileIndex,
+    Locations,
+    Partition,
+    Place,
+    RecordFile,
+    SourceError,
+)
 from packer.spec import InputFile
 from packer.store import Store, StoreError, not_written
 
@@ -282,7 +291,9 @@ def first_segments(input: InputFile, *, store: Store, at_least: int) -> Segments
 
 
 def _locations(input: InputFile, example_ids: NDArray[np.int64]) -> Locations:
-    return Locations([(input.path, "example")], np.zeros(len(example_ids), np.int64), example_ids)
+    return Locations(
+        [Place(file=input.path, unit="example")], np.zeros(len(example_ids), np.int64), example_ids
+    )
 
 
 def _rows_of(partition: Partition, store: Store) -> np.ndarray:

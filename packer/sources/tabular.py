@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ _BATCH_BYTES = 8 * MIB
 _NUMBERS_BATCH_ROWS = 1 << 13  # of which it is known: 4 or 8 bytes a number
 # Passing over rows costs decoding them, perhaps a tenth of packing them.
 _MAX_GROUP_BYTES = 1 << 30
+_MAX_ROW_GROUPS = 1 << 12
 _MAPPED_BYTES = 64 * MIB
 
 
@@ -73,6 +75,13 @@ def parquet_marks(parquet: pq.ParquetFile, columns: list[str]) -> tuple[np.ndarr
         ordinal += num_rows
         num_bytes += size
     return np.array(marks, MARK), num_bytes
+
+
+def row_groups(parquet: pq.ParquetFile) -> tuple[int, ...] | None:
+    """The first row of each row group; None where they are too many to be carried along."""
+    sizes = [parquet.metadata.row_group(group).num_rows for group in range(parquet.num_row_groups)]
+    starts = [0, *itertools.accumulate(sizes)][:-1]
+    return tuple(starts) if len(starts) <= _MAX_ROW_GROUPS else None
 
 
 _ID_BYTES = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
@@ -44,14 +45,19 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
-    """Where a record stands. `number` counts from 1 in `unit`s; that of an "example" is its id."""
+    """Where a record stands. `number` counts from 1 in `unit`s; that of an "example" is its id.
+
+    group: of a row of Parquet the row group and the row there, both counted from 1.
+    """
 
     file: str
     number: int
     unit: Unit = "line"
+    group: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}"
+        within = f" (row group {self.group[0]}, row {self.group[1]})" if self.group else ""
+        return f"{self.file}, {self.unit} {self.number}{within}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +69,37 @@ class RowError:
     line: int | None  # counted from 1; `unit` says of what
     reason: str
     unit: Unit = "line"
+    group: tuple[int, int] | None = None  # as of a Location
+
+    @classmethod
+    def of(cls, at: Location, example_id: int, reason: str) -> RowError:
+        """The error of the record at a location."""
+        return cls(
+            example_id=example_id, file=at.file, line=at.number, unit=at.unit, group=at.group, reason=reason
+        )
 
     @property
     def location(self) -> str:
-        return f"{self.file}, {self.unit} {self.line}"
+        if self.line is None:
+            return self.file
+        return str(Location(file=self.file, number=self.line, unit=self.unit, group=self.group))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A file as its records are located in it. row_groups: as of a RecordFile."""
+
+    file: str
+    unit: Unit
+    row_groups: tuple[int, ...] | None = None
+
+    def at(self, number: int) -> Location:
+        """The location of record `number`."""
+        group = None
+        if self.row_groups:
+            which = bisect.bisect_right(self.row_groups, number - 1)
+            group = (which, number - self.row_groups[which - 1])
+        return Location(file=self.file, number=number, unit=self.unit, group=group)
 
 
 class Locations(Sequence[Location]):
@@ -74,9 +107,7 @@ class Locations(Sequence[Location]):
 
     __slots__ = ("_files", "_numbers", "_which")
 
-    def __init__(
-        self, files: Sequence[tuple[str, Unit]], which: NDArray[np.int64], numbers: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, files: Sequence[Place], which: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
         self._files, self._which, self._numbers = files, which, numbers
 
     def __len__(self) -> int:
@@ -89,8 +120,7 @@ class Locations(Sequence[Location]):
     def __getitem__(self, index: int | slice) -> Location | Sequence[Location]:
         if isinstance(index, slice):
             return Locations(self._files, self._which[index], self._numbers[index])
-        file, unit = self._files[int(self._which[index])]
-        return Location(file=file, number=int(self._numbers[index]), unit=unit)
+        return self._files[int(self._which[index])].at(int(self._numbers[index]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,6 +151,7 @@ class RecordFile:
     mtime_ns: int  # of the input when it was indexed
     spool: str | None = None  # store key of the records, where they are not read from the input itself
     offsets: str | None = None  # store key of an array of OFFSET; of segments, of SEGMENT
+    row_groups: tuple[int, ...] | None = None  # of Parquet: the first row (from 0) of each row group
     num_examples: int | None = None  # of segments: what the dataset's example ids are below
 
 

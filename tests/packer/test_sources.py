@@ -541,6 +541,25 @@ def test_table_values_that_json_has_not(tmp_path: Path, seed: int | None) -> Non
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["a.parquet", "a.parquet.gz"])
+def test_a_row_of_parquet_is_known_by_row_group_and_row(tmp_path: Path, seed: int | None, name: str) -> None:
+    sink = io.BytesIO()
+    texts = pa.array([b"a", b"b", b"c", b"\xff", b"e", b"\xfe", b"g"], pa.binary())
+    pq.write_table(pa.table({"text": texts}), sink, row_group_size=3)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(sink.getvalue()) if name.endswith("gz") else sink.getvalue())
+    out = read_source(path, tmp_path / "store", seed=seed)
+    assert sorted(error.location for error in out.errors) == [
+        f"{path}, row 4 (row group 2, row 1)",
+        f"{path}, row 6 (row group 2, row 3)",
+    ]
+    assert {str(at) for at in out.locations} == {
+        f"{path}, row {row} (row group {group}, row {within})"
+        for row, group, within in ((1, 1, 1), (2, 1, 2), (3, 1, 3), (5, 2, 2), (7, 3, 1))
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_parquet_text_that_is_not_utf8_is_a_bad_row(tmp_path: Path, seed: int | None) -> None:
     binary = pa.array([b"abc", b"\xff\xfe", b"x"] * 200, pa.binary())
     text = pa.StringArray.from_buffers(len(binary), *binary.buffers()[1:])
