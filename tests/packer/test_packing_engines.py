@@ -72,6 +72,21 @@ def test_small_cases_take_the_fewest_packs(case: tuple[list[int], int]) -> None:
         assert check(engine(array, capacity), array, capacity) == fewest
 
 
+@settings(max_examples=100)
+@given(few_sizes(), st.integers(1, 3), st.sampled_from(["window", "global"]))
+def test_small_cases_of_several_capacities_take_the_fewest_packs_of_each(
+    case: tuple[list[int], int], part: int, scope: str
+) -> None:
+    sizes, large = case
+    small = max(1, large * part // 4)
+    planned = plan(sizes, [small, large], scope=scope)
+    for capacity, group in (
+        (small, [size for size in sizes if size <= small]),
+        (large, [size for size in sizes if size > small]),
+    ):
+        assert np.count_nonzero(planned.pack_capacity == capacity) == optimum(group, capacity)
+
+
 @st.composite
 def many_sizes(draw: st.DrawFn) -> tuple[Int64, int]:
     """Several windows of sizes: few kinds or many, narrow or wide."""
