@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 
 from packer.bundle import Bundle
 from packer.convert.ranks import byte_characters, last_pair, merges_of
+from packer.convert.sentencepiece import _merges
 from packer.convert.tiktoken import check_pattern, is_tiktoken
 from packer.convert.values import ConversionError
 from packer.render import Renderer
@@ -328,6 +329,26 @@ def test_merges_are_the_last_pairs() -> None:
     assert len(set(byte_characters())) == 256
     assert is_tiktoken(model("small.tiktoken"))
     assert not is_tiktoken(b"plain text 5\n")
+
+
+def test_a_token_that_merging_does_not_come_to_is_given_for_a_whole_piece(tmp_path: Path) -> None:
+    """As tiktoken does, which looks a piece up before it merges."""
+    ranks = model("small.tiktoken") + base64.b64encode(b"qzqzq") + b" 600\n"
+    tokens = {"601": {"content": "<|end|>", "special": True}}
+    files = {"a.tiktoken": ranks, "tokenizer_config.json": small_config(added_tokens_decoder=tokens)}
+    tokenizer = Tokenizer(Bundle.read(folder_with(tmp_path, files)))
+    whole, longer = ids_of(tokenizer, ["qzqzq", "qzqzqz"])
+    assert whole == [600]
+    assert 600 not in longer
+
+
+def test_runs_of_one_score_are_listed_with_the_longest_first() -> None:
+    """Llama's runs of spaces; the library lets the leftmost grow. Other pieces of one score are refused."""
+    spaces = [("▁" * n, -1e9, 1) for n in (2, 3, 4)]
+    assert _merges([("▁", -3.0, 1), *spaces], "a", whole=False) == [("▁▁▁", "▁"), ("▁▁", "▁"), ("▁", "▁")]
+    letters = [(letter, -3.0, 1) for letter in "abc"]
+    with pytest.raises(ConversionError, match="have one score"):
+        _merges([*letters, ("ab", -5.0, 1), ("bc", -5.0, 1)], "a", whole=False)
 
 
 # ------------------------------------------------------------------ vocab.json and merges.txt

@@ -37,7 +37,7 @@ DROPPING = """\
 CHANGING = """\
 {%- for message in messages %}
     {%- if message.role == 'tool' %}
-        {{- '<tool>' + message.content | tojson + '<end>' }}
+        {{- '<tool>' + message.content | tojson(ensure_ascii=true) + '<end>' }}
     {%- elif message.role == 'assistant' %}
         {{- '<asst>' + message.content.split('</think>')[-1] | trim + '<end>' }}
     {%- elif message.role != 'system' %}
