@@ -326,9 +326,12 @@ def test_packing_and_an_open_stream_outlive_the_service(stack: Stack, seen: dict
 
 def test_packing_goes_on_after_the_head_is_lost(stack: Stack, seen: dict[str, Any]) -> None:
     _pack_again(stack, seen)
+    (service,) = stack.containers("service")
+    restarts = stack.inspect(service, ".RestartCount")
     stack.kill(stack.containers("ray-head")[0])
     stack.until_ready(seen["large"])
     assert stack.digests(seen["large"]) == seen["digests"]
+    assert stack.inspect(service, ".RestartCount") == restarts  # it lived on, and joined the new head
 
 
 def _pack_again(stack: Stack, seen: dict[str, Any]) -> None:
