@@ -383,12 +383,15 @@ def _one_takes_over_from_another(stack: Stack, seen: dict[str, Any]) -> None:
     stack.up("--scale", "ray-worker=2")
     replicas = stack.containers("service")
     assert len(replicas) == 2
-    for _ in range(10):
-        assert stack.digests(seen["sample"]) == seen["sample digests"]
-        data = stack.fetch("GET", f"/v1/datasets/{seen['sample']}/shards/0")
-        assert hashlib.sha256(data).hexdigest() == seen["sample digests"][0]
-    for replica in replicas:
-        assert f"/v1/datasets/{seen['sample']}/shards/0" in stack.run("docker", "logs", replica, stderr=True)
+
+    def both_answer() -> bool:
+        for _ in range(4):
+            data = stack.fetch("GET", f"/v1/datasets/{seen['sample']}/shards/0")
+            assert hashlib.sha256(data).hexdigest() == seen["sample digests"][0]
+        logs = [stack.run("docker", "logs", replica, stderr=True) for replica in replicas]
+        return all(f"/v1/datasets/{seen['sample']}/shards/0" in log for log in logs)
+
+    until(both_answer, "both replicas answer", timeout_s=60)
     _pack_again(stack, seen)
     streamed: dict[str, Any] = {}
     reader = threading.Thread(
