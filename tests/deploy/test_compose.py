@@ -427,6 +427,7 @@ def test_prometheus_scrapes_all_and_answers_the_dashboard(stack: Stack, seen: di
         *("check", "config", "/etc/prometheus/prometheus.yml"),
     )
     assert "SUCCESS" in checked
+    stack.up()
     stack.compose("--profile", "monitoring", "up", "-d", "prometheus")
 
     def targets() -> list[dict[str, Any]] | None:
