@@ -5,7 +5,7 @@ Pure. Steps are counted from the cursor that the way begins at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -153,6 +153,11 @@ class Course:
         return self.start.step - _num_within(whole._gaps, self.start.step)
 
     @property
+    def num_batches(self) -> int:
+        """Batches of the epoch, those taken before `start` counted; of a finished dataset."""
+        return (self.num_taken + (self.num_kept or 0)) * self.micro_batches
+
+    @property
     def num_optimizer_steps(self) -> int:
         """Of the whole epoch, those left out not counted."""
         if self._deal is None:
@@ -238,6 +243,19 @@ class Course:
             return self.start.step
         return self._deal.first_step + bool(self.start.micro_step)
 
+    def skips_of(self, steps: Iterable[int], *, at: Cursor) -> tuple[Skip, ...]:
+        """What to add to `skips` to leave out optimiser steps, for a stream that stands at `at`.
+
+        Raises ValueError for steps that were taken already.
+        """
+        numbers, first, epoch = sorted(set(steps)), self.first_optimizer_step, self.start.epoch
+        if epoch < at.epoch or (numbers and numbers[0] < first):
+            raise ValueError(
+                f"skip: steps from {first} of epoch {at.epoch} on are required, which are not taken yet, "
+                f"found {numbers[:5]} of epoch {epoch}; load an earlier state first"
+            )
+        return tuple(self.skip_of(number) for number in numbers)
+
     def skip_of(self, optimizer_step: int) -> Skip:
         """How optimiser step `optimizer_step` of the epoch is left out."""
         if self._deal is not None:
@@ -273,6 +291,15 @@ class Course:
         sizes = self.layout.step_sizes
         known = 0 if sizes is None else len(sizes)
         return any(skip.epoch == self.start.epoch and skip.stop > known for skip in self.skips)
+
+
+def over_epochs(count: Callable[[Course], int], epochs: range, at: Course) -> int:
+    """The sum of `count` over `epochs` of a finished dataset, of which `at` is the way from where the stream
+    stands. O(skips), however many epochs there are: all are alike but that one and those with skips."""
+    starts = {skip.epoch: Cursor(epoch=skip.epoch) for skip in at.skips} | {at.start.epoch: at.start}
+    ways = [replace(at, start=start) for epoch, start in starts.items() if epoch in epochs]
+    plain = Course(split=at.split, layout=at.layout, start=Cursor(epoch=epochs.start))
+    return (len(epochs) - len(ways)) * count(plain) + sum(map(count, ways))
 
 
 def _num_within(ranges: Iterable[tuple[int, int]], end: int) -> int:

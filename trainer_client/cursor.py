@@ -96,6 +96,10 @@ class Term:
     epochs: int | None = 1
     until: int | None = 1
 
+    def __post_init__(self) -> None:
+        if self.epochs is not None and self.epochs < 1:
+            raise ValueError(f"epochs: 1 or more is required (or None for no end), found {self.epochs}")
+
     @property
     def iteration(self) -> range | None:
         """The epochs of the present iteration; None where it has no end."""

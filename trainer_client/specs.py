@@ -6,11 +6,18 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer_client.errors import ClientError, Lost
+from trainer_client.transport import Transport
+
 _MAX_SHOWN = 8
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
-    """One line: each field that differs, with both values. Empty where no spec is known."""
+def differences(one: Transport, other: Transport) -> str:
+    """One line: each field that differs, with both values. Empty where a spec is not known."""
+    try:
+        mine, theirs = one.spec(), other.spec()
+    except (Lost, ClientError):
+        return ""
     if not mine or not theirs:
         return ""
     lines = list(_differing("", mine, theirs))

@@ -18,6 +18,7 @@ from trainer_client.course import (
     Skip,
     normal,
     num_left_over,
+    over_epochs,
     require_place,
     require_steps,
     skips_from,
@@ -112,8 +113,6 @@ class PackedStream:
         timeout_s: float = 600.0,
         report_s: float | None = 30.0,
     ) -> None:
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"epochs: 1 or more is required (or None for no end), found {epochs}")
         if prefetch_steps < 1:
             raise ValueError(f"prefetch_steps: 1 or more is required, found {prefetch_steps}")
         self.dataset = find_dataset(source, dataset, token=token, timeout_s=timeout_s)
@@ -130,9 +129,8 @@ class PackedStream:
         self._term = Term(epochs=epochs, until=epochs)
         self._ended = False  # whether an iteration came to its end since the last state was loaded
         self._prefetch_steps, self._prefetch_bytes = prefetch_steps, prefetch_bytes
-        self._device = device
+        self._device, self._report_s = device, report_s
         self._source, self._token, self._timeout_s = source, token, timeout_s
-        self._report_s = report_s
         self._cursor = Cursor()
         self._skips: tuple[Skip, ...] = ()
         self._num_fillers = 0  # that the loaded state may count as packs
@@ -279,7 +277,7 @@ class PackedStream:
         After a change of world_size or packs_per_step within an epoch that epoch counts the steps that were
         taken and those that are left; epochs before it count as if they had been dealt as now.
         """
-        return self._sum(lambda course: (course.num_taken + (course.num_kept or 0)) * course.micro_batches)
+        return self._sum(lambda course: course.num_batches)
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -295,14 +293,7 @@ class PackedStream:
             why = "it has no end (epochs=None)" if epochs is None else "the dataset is still being packed"
             raise TypeError(f"this stream has no length: {why}")
         require_steps(layout, self._split, self.dataset)
-        at = self._normal()
-        # All epochs are alike but these.
-        starts = {skip.epoch: Cursor(epoch=skip.epoch) for skip in self._skips} | {at.epoch: at}
-        others = len(epochs) - sum(epoch in epochs for epoch in starts)
-        plain = Course(split=self._split, layout=layout, start=Cursor(epoch=epochs[0]))
-        return others * count(plain) + sum(
-            count(self._course(start, layout)) for epoch, start in starts.items() if epoch in epochs
-        )
+        return over_epochs(count, epochs, self._course(self._normal(), layout))
 
     def __bool__(self) -> bool:
         return True  # else `if stream` would ask for the length
@@ -332,7 +323,10 @@ class PackedStream:
             cursor = from_state(state, self._split, self.dataset)
         except StateMismatch as error:
             if error.what == "dataset":
-                raise error.because(self._differences(str(error.found))) from None
+                other = open_transport(
+                    self._source, str(error.found), token=self._token, timeout_s=self._timeout_s
+                )
+                raise error.because(specs.differences(self._transport, other)) from None
             raise
         skips, term = skips_from(state.get("skip", ())), term_from(state, self._term.epochs)
         num_fillers = fillers_in(state)
@@ -355,15 +349,7 @@ class PackedStream:
         at = self._normal()
         epoch = at.epoch if epoch is None else epoch
         start = at if epoch == at.epoch else Cursor(epoch=epoch)
-        course = self._course(start, self._layout())
-        numbers = sorted(set(steps))
-        first = course.first_optimizer_step
-        if epoch < at.epoch or (numbers and numbers[0] < first):
-            raise ValueError(
-                f"skip: steps from {first} of epoch {at.epoch} on are required, which are not taken yet, "
-                f"found {numbers[:5]} of epoch {epoch}; load an earlier state first"
-            )
-        self._skips += tuple(course.skip_of(number) for number in numbers)
+        self._skips += self._course(start, self._layout()).skips_of(steps, at=at)
         self.close()
 
     def _course(self, start: Cursor, layout: Layout) -> Course:
@@ -385,15 +371,6 @@ class PackedStream:
         except Lost as error:  # a TypeError, so that list(stream) goes on without the length
             raise TypeError(f"the length is not known: {error}") from error
 
-    def _differences(self, other: str) -> str:
-        """What differs between this dataset's spec and another's; empty where that cannot be told."""
-        try:
-            mine = self._transport.spec()
-            theirs = open_transport(self._source, other, token=self._token, timeout_s=self._timeout_s).spec()
-        except (Lost, ClientError):
-            return ""
-        return specs.differences(mine, theirs)
-
     # -------------------------------------------------------------- the rest
 
     @property
@@ -412,8 +389,7 @@ class PackedStream:
         self._close_prefetcher()
 
     def _close_prefetcher(self) -> None:
-        prefetcher = self._prefetcher() if self._prefetcher is not None else None
-        if prefetcher is not None:
+        if self._prefetcher is not None and (prefetcher := self._prefetcher()) is not None:
             prefetcher.close()
         self._prefetcher = None
 
