@@ -123,7 +123,7 @@ class Clock:
 
 
 def run_padfree(way: str, kind: str, source: Path, tokenizer: Path, work: Path) -> dict[str, Any]:
-    from packer import pipeline
+    from packer import rows
     from packer.coordinator import pack
     from packer.resolve import resolve
     from packer.runners import InlineRunner
@@ -138,7 +138,7 @@ def run_padfree(way: str, kind: str, source: Path, tokenizer: Path, work: Path) 
     }
     store = LocalStore(work / "store")
     job = resolve(parse_spec(document), store=store)
-    tokenizer_of = pipeline.renderer_of(job, store).tokenizer
+    tokenizer_of = rows.renderer_of(job, store).tokenizer
     assert tokenizer_of is not None
     tokenizer_of.encode(["word " * (1 << 17)])  # loads `fast`
     if way == "padfree_fast":

@@ -49,7 +49,7 @@ def write_source(source: Path, num_bytes: int, path: Path) -> None:
 
 
 def run_child(options: dict[str, Any]) -> dict[str, Any]:
-    from packer import pipeline
+    from packer import rows
     from packer.coordinator import pack
     from packer.resolve import resolve
     from packer.runners import InlineRunner
@@ -60,7 +60,7 @@ def run_child(options: dict[str, Any]) -> dict[str, Any]:
     store = LocalStore(options["store"])
     job = resolve(parse_spec(options["spec"]), store=store)
     if not is_packed(job.inputs):
-        tokenizer = pipeline.renderer_of(job, store).tokenizer
+        tokenizer = rows.renderer_of(job, store).tokenizer
         assert tokenizer is not None
         tokenizer.encode(["word " * (1 << 17)])  # loads `fast`
     cpu, wall = time.process_time(), time.monotonic()

@@ -54,7 +54,7 @@ def timed(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
 
 def warm(job: Any, store: Any) -> None:
     """Load what a worker loads once; held a little, so that each worker gets one of these."""
-    from packer.pipeline import renderer_of
+    from packer.rows import renderer_of
 
     tokenizer = renderer_of(job, store).tokenizer
     assert tokenizer is not None

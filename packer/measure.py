@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer import sources
-from packer.pipeline import renderer_of
+from packer.rows import renderer_of
 from packer.spec import Job
 from packer.store import Store
 

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from packer import sources
 from packer.packing.values import Capacity
-from packer.pipeline import renderer_of, tokenizer_of
 from packer.render import Rendered
 from packer.report import unprinted_warnings
+from packer.rows import renderer_of, tokenizer_of
 from packer.spec import Job
 from packer.store import Store
 from packer.tokenization import Tokenizer

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import cast
 
 from packer import sources
-from packer.pipeline import make_renderer
 from packer.render import LOSSES
+from packer.rows import make_renderer
 from packer.spec import Job, Loss, Spec, SpecError, TokenizerSpec, dataset_id
 from packer.store import Store
 from packer.tokenization import Bundle, Tokenizer

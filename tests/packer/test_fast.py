@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_job import pack_document, spec_of, write_rows
 
-from packer import fast, pipeline
+from packer import fast
 from packer.fast import CheckedEncoder, FastEncoder, sample, trial_texts
+from packer.rows import _cached_renderer
 from packer.tokenization import Bundle, Tokenizer
 
 pytest.importorskip("fastokens", reason="the extra fast is not installed")
@@ -45,9 +46,9 @@ def quick(tokenizer: Tokenizer) -> FastEncoder:
 def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The fast encoder from the first text on; no renderer of an earlier test is met."""
     monkeypatch.setattr(fast, "_WARM_CHARACTERS", 0)
-    pipeline._cached_renderer.cache_clear()
+    _cached_renderer.cache_clear()
     yield
-    pipeline._cached_renderer.cache_clear()
+    _cached_renderer.cache_clear()
 
 
 @settings(max_examples=200)
@@ -154,7 +155,7 @@ def rows_with(words: list[str]) -> list[dict[str, str]]:
 
 
 def packed(tmp_path: Path, name: str, rows: list[dict[str, str]]) -> Any:
-    pipeline._cached_renderer.cache_clear()
+    _cached_renderer.cache_clear()
     source = write_rows(tmp_path / name / "rows.jsonl", rows)
     return pack_document(tmp_path / name / "store", spec_of(source, EXAMPLE, packing={"max_tokens": 64}))
 

@@ -12,7 +12,8 @@ import toy
 from packing_job import Packed, pack_document, spec_of, write_rows, write_tokenizer
 from s3 import s3_server, use
 
-from packer import pipeline, resolve
+from packer import pipeline, resolve, sources
+from packer import rows as rows_module
 from packer.bundle import TokenizerError
 from packer.coordinator import PackingFailed, pack
 from packer.manifest import Manifest, dataset_key
@@ -79,8 +80,8 @@ def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def engage() -> None:
         for module, name in (
-            (pipeline, "renderer_of"),
-            (pipeline, "Tokenizer"),
+            (rows_module, "renderer_of"),
+            (rows_module, "Tokenizer"),
             (resolve, "Tokenizer"),
             (resolve, "make_renderer"),
         ):
@@ -269,7 +270,7 @@ def test_a_source_that_is_removed_meanwhile_fails_clearly(
     first, _ = source_of(tmp_path, rows(50), packing={"max_tokens": 64})
     store = LocalStore(tmp_path / "store")
     job = resolve.resolve(parse_spec(spec_of([f"dataset://{first.job.dataset}"], None)), store=store)
-    read = pipeline.sources.read_segments
+    read = sources.read_segments
 
     def removed_first(*args: Any, **more: Any) -> Any:
         store.delete(dataset_key(first.job.dataset))
@@ -278,7 +279,7 @@ def test_a_source_that_is_removed_meanwhile_fails_clearly(
     if moment == "before":
         store.delete(dataset_key(first.job.dataset))
     else:
-        monkeypatch.setattr(pipeline.sources, "read_segments", removed_first)
+        monkeypatch.setattr(sources, "read_segments", removed_first)
     text = (
         "found none of that id" if moment == "before" else "was removed while it was repacked; pack it again"
     )
