@@ -296,7 +296,7 @@ class HttpTransport:
         detail = str(problem.get("detail") or body[:200].decode(errors="replace") or response.reason)
         detail += f" (request {request_id})"
         if kind == "unknown-dataset":
-            return UnknownDataset(f"{self._url}: {detail}")
+            return UnknownDataset(f"{self._url}, dataset {self.dataset[:80]!r}: {detail}")
         if kind in ("dataset-failed", "dataset-cancelled"):
             return DatasetFailed(self.dataset, detail)
         if kind == "dataset-damaged":

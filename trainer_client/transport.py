@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Generator, Iterator
@@ -16,6 +18,10 @@ from packer.store import is_url, open_store
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import Lost, StreamRefused, StreamTimeout
+
+log = logging.getLogger("trainer_client")
+
+_HOST_PORT = re.compile(r"[\w.-]+:\d{1,5}(/.*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +133,13 @@ def find_dataset(source: str | os.PathLike[str], text: str, *, token: str | None
     """The id of the dataset that `text` means at `source`: an id, the beginning of one, or a name.
 
     A whole id is taken as it is and connects to nothing. Raises UnknownDataset; StreamRefused for a name
-    of several; StreamTimeout where a service does not answer.
+    of several; StreamTimeout where a service does not answer; ValueError for an url without its scheme.
     """
+    if _HOST_PORT.fullmatch(str(source)) and not os.path.exists(source):
+        raise ValueError(
+            f"source: the url of a service begins with http:// or https://, found {str(source)!r}; give "
+            f"http://{source}, or a store's folder that is there"
+        )
     if names.is_id(text):
         return text
     if not is_service(source):
@@ -141,13 +152,16 @@ def find_dataset(source: str | os.PathLike[str], text: str, *, token: str | None
     from trainer_client.remote import HttpTransport
 
     transport, delay_s = HttpTransport(str(source), text, token=token), 0.1
-    until = time.monotonic() + timeout_s
+    until, is_told = time.monotonic() + timeout_s, False
     while True:
         try:
             return transport.find()
         except Lost as error:
             if time.monotonic() >= until:
                 raise StreamTimeout(f"asking for dataset {text!r} for {timeout_s:g} s: {error}") from error
+            if not is_told:  # once, as the stream does of its own tries
+                log.warning("dataset %r: %s; trying again for up to %g s", text, error, timeout_s)
+                is_told = True
             time.sleep(max(delay_s, error.wait_s))
             delay_s = min(2 * delay_s, 5.0)
 

@@ -114,7 +114,7 @@ def request(
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             if error.code != 503 or time.monotonic() >= until:
-                raise _problem(error) from None
+                raise _problem(error, args.url, path) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             if time.monotonic() >= until:
                 reason = getattr(error, "reason", error)
@@ -122,9 +122,15 @@ def request(
         time.sleep(1.0)
 
 
-def _problem(error: urllib.error.HTTPError) -> CommandError:
+def _problem(error: urllib.error.HTTPError, url: str, path: str) -> CommandError:
     try:
         problem = json.loads(error.read())
+        if str(problem.get("type", "")).endswith(":unknown-dataset"):
+            asked = urllib.parse.unquote(path.removeprefix("/v1/datasets/").partition("/")[0])
+            return CommandError(
+                f"there is no dataset {asked[:80]!r} at {url}: an id, the beginning of one (4 digits or more) "
+                f"or a name is required; `padfree datasets --url {url}` lists them"
+            )
         field = f"{problem['field']}: " if problem.get("field") else ""
         text = f"{field}{problem['detail']}"
     except (ValueError, KeyError, TypeError):

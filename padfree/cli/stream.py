@@ -42,6 +42,9 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from trainer_client import ClientError, PackedStream
 
+    dataset = args.dataset
+    if args.url:  # a person waits: a service that is not there is told at once, not after timeout_s
+        dataset = common.request(args, "GET", common.dataset_path(dataset))["id"]
     source = args.url or common.store_of(args, must_exist=True).url
     steps = packs = tokens = trained = 0
     first_batch_s = None
@@ -49,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with PackedStream(
             source,
-            dataset=args.dataset,
+            dataset=dataset,
             rank=args.rank,
             world_size=args.world_size,
             packs_per_step=args.packs_per_step,

@@ -192,6 +192,23 @@ def test_an_unreachable_service_is_an_error_in_the_end(tmp_path: Path) -> None:
         next(iter(PackedStream(service.url, dataset="x", timeout_s=0.4)))
 
 
+def test_a_name_that_cannot_be_looked_up_is_told_at_once(tmp_path: Path, caplog: Any) -> None:
+    service = FakeService(tmp_path).start()
+    service.stop()
+    with caplog.at_level(logging.WARNING, logger="trainer_client"):
+        with pytest.raises(StreamTimeout, match="refused"):
+            PackedStream(service.url, dataset="caps", timeout_s=0.5)
+    told = [record.message for record in caplog.records]
+    assert len(told) == 1  # once, not with every try
+    assert re.search(r"'caps'.*refused; trying again for up to 0\.5 s", told[0])
+
+
+@pytest.mark.parametrize("dataset", ["caps", "0" * 32])
+def test_a_url_without_its_scheme_is_no_folder(dataset: str) -> None:
+    with pytest.raises(ValueError, match="http://localhost:8000, or a store's folder"):
+        PackedStream("localhost:8000", dataset=dataset)
+
+
 def test_silence_while_packing_is_no_fault(tmp_path: Path) -> None:
     """Longer than the silence after which a connection is given up, and than timeout_s."""
     packs = numbered_packs(4)

@@ -1,0 +1,45 @@
+"""What the command line says when it is used wrongly: names what was given, and what to type instead."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packs import build_dataset, numbered_packs
+from serving import running
+
+from padfree.cli import main
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: Any, status: int) -> str:
+    """What the command line says on standard error."""
+    assert main([str(one) for one in args]) == status
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dataset", ["caps", "0" * 32])
+def test_a_refused_connection_is_told_at_once(capsys: Any, dataset: str) -> None:
+    with socket.socket() as kept:
+        kept.bind(("127.0.0.1", 0))  # bound, but nobody listens: refused
+        url = f"http://127.0.0.1:{kept.getsockname()[1]}"
+        said = told(capsys, "stream", dataset, "--url", url, status=1)
+    assert f"no padfree service answers at {url}" in said
+    assert "refused" in said
+
+
+def test_a_url_needs_its_scheme(capsys: Any) -> None:
+    said = told(capsys, "stream", "caps", "--url", "localhost:8000", status=2)
+    assert "http://localhost:8000" in said
+    assert "'localhost:8000'" in said
+
+
+@pytest.mark.parametrize("verb", ["stream", "inspect"])
+def test_an_unknown_dataset_is_named(tmp_path: Path, capsys: Any, verb: str) -> None:
+    build_dataset(tmp_path, numbered_packs(3), packs_per_shard=2, name="caps")
+    with running(tmp_path) as server:
+        said = told(capsys, verb, "cpas", "--url", server.url, status=1)
+        assert "'cpas'" in said
+        assert f"padfree datasets --url {server.url}" in said
+        assert main(["stream", "caps", "--url", server.url]) == 0
