@@ -128,8 +128,8 @@ def _problem(error: urllib.error.HTTPError, url: str, path: str) -> CommandError
         if str(problem.get("type", "")).endswith(":unknown-dataset"):
             asked = urllib.parse.unquote(path.removeprefix("/v1/datasets/").partition("/")[0])
             return CommandError(
-                f"there is no dataset {asked[:80]!r} at {url}: an id, the beginning of one (4 digits or more) "
-                f"or a name is required; `padfree datasets --url {url}` lists them"
+                f"there is no dataset {asked[:80]!r} at {url}: an id, the beginning of one (4 digits or "
+                f"more) or a name is required; `padfree datasets --url {url}` lists them"
             )
         field = f"{problem['field']}: " if problem.get("field") else ""
         text = f"{field}{problem['detail']}"

@@ -195,9 +195,11 @@ def test_an_unreachable_service_is_an_error_in_the_end(tmp_path: Path) -> None:
 def test_a_name_that_cannot_be_looked_up_is_told_at_once(tmp_path: Path, caplog: Any) -> None:
     service = FakeService(tmp_path).start()
     service.stop()
-    with caplog.at_level(logging.WARNING, logger="trainer_client"):
-        with pytest.raises(StreamTimeout, match="refused"):
-            PackedStream(service.url, dataset="caps", timeout_s=0.5)
+    with (
+        caplog.at_level(logging.WARNING, logger="trainer_client"),
+        pytest.raises(StreamTimeout, match="refused"),
+    ):
+        PackedStream(service.url, dataset="caps", timeout_s=0.5)
     told = [record.message for record in caplog.records]
     assert len(told) == 1  # once, not with every try
     assert re.search(r"'caps'.*refused; trying again for up to 0\.5 s", told[0])
