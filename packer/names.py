@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping, MutableMapping
@@ -39,9 +40,11 @@ def choose(text: str, names: Mapping[str, str | None]) -> str:
     if _BEGINNING.fullmatch(text):
         found += [one for one in names if one.startswith(text) and one not in found]
     if not found:
+        near = difflib.get_close_matches(text[:80], sorted({name for name in names.values() if name}), n=3)
+        meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         raise UnknownName(
             f"there is no dataset {text[:80]!r}: an id, the beginning of one (4 digits or more) or a name is "
-            "required; `padfree datasets` and GET /v1/datasets list them"
+            f"required; {meant}`padfree datasets` and GET /v1/datasets list them"
         )
     if len(found) > 1:
         listed = "; ".join(f"{one} ({names[one] or 'no name'})" for one in sorted(found)[:_MOST_LISTED])

@@ -1,6 +1,6 @@
 """A packed dataset as a source: its segments are the rows, ready to be packed anew without tokenizing.
 
-    resolve_packed   dataset://ID to an input, once the dataset is finished
+    resolve_packed   dataset://ID (or the beginning of an id, or a name) to an input, once it is finished
 
 How they are found and read: packer.sources.segments. Errors: SourceError, also where the dataset is removed
 while it is read.
@@ -9,11 +9,11 @@ while it is read.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from packer.manifest import Manifest, ManifestError, dataset_key
+from packer.names import find_dataset, is_id
 from packer.report import Counters, total
 from packer.shard import ShardError
 from packer.sources.values import SourceError
@@ -22,8 +22,6 @@ from packer.store import Store
 
 SCHEME = "dataset://"
 READER = "dataset"  # InputFile.reader
-
-_ID = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +47,19 @@ def is_packed(inputs: Sequence[InputFile]) -> bool:
 
 
 def resolve_packed(paths: Sequence[str], store: Store) -> PackedSource:
-    """The dataset that `paths` name, which must be one alone and finished. Raises SourceError."""
+    """The dataset that `paths` name, which must be one alone and finished: its id decides what is made of it,
+    however it was called. Raises SourceError."""
     if len(paths) != 1:
         raise SourceError(
             f"{SCHEME}ID is required alone (examples keep their ids, which those of other sources would "
             f"meet), found {len(paths)} paths; pack each by itself and mix the streams"
         )
     dataset = paths[0].removeprefix(SCHEME)
-    if not _ID.fullmatch(dataset):
-        raise SourceError(
-            f"{paths[0][:80]}: {SCHEME} and the 32 hexadecimal digits of a dataset's id are required"
-        )
+    if not is_id(dataset):
+        try:
+            dataset = find_dataset(store, dataset)
+        except LookupError as error:
+            raise SourceError(f"{paths[0][:80]}: {error}") from None
     manifest = finished(dataset, store)
     try:
         job = job_from_document(manifest.spec() or {})

@@ -391,6 +391,8 @@ def test_a_dataset_is_packed_anew_from_another(server, data):
     for name in ("rows_packed", "tokens_packed", "tokens_trained"):
         assert view["report"][name] == ready["report"][name]
     assert server.post_spec(spec).status == 200
+    begun = {**spec, "source": {"paths": [f"dataset://{first[:8]}"]}}
+    assert server.post_spec(begun).status == 200  # the same dataset, however its source is called
     refused = server.post_spec({"source": {"paths": ["dataset://" + "0" * 32]}})
     assert (refused.status, refused.json["field"]) == (422, "source.paths")
     assert "none of that id" in refused.json["detail"]

@@ -25,6 +25,11 @@ def test_what_nobody_is_called_is_unknown(text):
     assert "\x1b" not in str(told.value)
 
 
+def test_a_name_that_is_nearly_right_is_offered():
+    with pytest.raises(UnknownName, match="did you mean 'math'"):
+        choose("maths", NAMES)
+
+
 def test_what_may_be_several_is_listed():
     with pytest.raises(AmbiguousName, match=rf"one of 2 datasets.*: {A} \(math\); {B} \(code\)"):
         choose("aaaa", NAMES)

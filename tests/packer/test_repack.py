@@ -240,6 +240,27 @@ def test_conflicts_are_refused(tmp_path: Path, more: dict[str, Any], field: str,
     assert caught.value.field == field
 
 
+def test_a_source_may_be_called_as_everywhere(tmp_path: Path) -> None:
+    """The id that is made is that of the source's whole id, however it was called."""
+    first, document = source_of(tmp_path, rows(30), name="caps")
+    store = LocalStore(tmp_path / "store")
+
+    def made(called: str) -> str:
+        spec = parse_spec(spec_of([f"dataset://{called}"], None, packing={"max_tokens": 64}))
+        return resolve.resolve(spec, store=store).dataset
+
+    whole = made(first.job.dataset)
+    assert made("caps") == made(first.job.dataset[:6]) == whole
+    with pytest.raises(SourceError, match=r"'cap'.*did you mean 'caps'"):
+        made("cap")
+    second = pack_document(tmp_path / "store", {**document, "name": "caps", "shuffle_seed": 9})
+    with pytest.raises(SourceError) as caught:
+        made("caps")
+    assert first.job.dataset in str(caught.value)
+    assert second.job.dataset in str(caught.value)
+    assert made(first.job.dataset[:8]) == whole
+
+
 def test_a_source_that_is_not_ready_is_refused_with_its_state(tmp_path: Path) -> None:
     first, _ = source_of(tmp_path, rows(20), packing={"max_tokens": 64})
     store = LocalStore(tmp_path / "store")
@@ -251,7 +272,7 @@ def test_a_source_that_is_not_ready_is_refused_with_its_state(tmp_path: Path) ->
 
     path = f"dataset://{first.job.dataset}"
     assert "found none of that id" in refused("dataset://" + "0" * 32)
-    assert "32 hexadecimal digits" in refused("dataset://../x")
+    assert "beginning of one (4 digits or more) or a name" in refused("dataset://../x")
     assert "is required alone" in refused(path, str(tmp_path / "rows.jsonl"))
     finished = store.get(dataset_key(first.job.dataset, "finished.json"))
     store.delete(dataset_key(first.job.dataset, "finished.json"))
