@@ -345,6 +345,7 @@ def _finish(job: Job, store: Store, manifest: Manifest, seconds: float, retries:
         capacities=job.spec.packing.capacities,
         ignored=list(job.ignored),
         warnings=job.warnings,
+        minibatch_size=job.spec.packing.minibatch_size if job.spec.packing.strategy == "minibatch" else None,
     )
     store.put(
         dataset_key(job.dataset, "finished.json"),

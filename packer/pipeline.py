@@ -17,7 +17,7 @@ from packer import sources
 from packer.gather import gather
 from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
 from packer.order import derive_seed
-from packer.packing import PackingError, PackPlan, plan
+from packer.packing import PackingError, PackPlan, plan, tokens_of_minibatches
 from packer.report import MAX_LISTED, PADDED_BATCH, Counters
 from packer.rows import Rows, largest_capacity, read_rows
 from packer.shard import PADDING_ID, encode_packs
@@ -51,6 +51,13 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: S
     if planned.pack_step is not None and job.spec.packing.step_size is not None:
         index["step"] = planned.pack_step + partition.start // job.spec.packing.step_size
     counters.num_shards = len(shards)
+    packing = job.spec.packing
+    largest = {}
+    if packing.strategy == "minibatch":
+        sizes = tokens_of_minibatches(
+            rows.lengths, largest_capacity(job.spec), packing.minibatch_size or PADDED_BATCH
+        )
+        largest = {"largest_minibatch": int(sizes.max(initial=0))}
     counters.check()
     lists = {
         "rejected": [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_LISTED]],
@@ -62,7 +69,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: S
         partition=number,
         shards=tuple(shards),
         rows=index,
-        counters={**dataclasses.asdict(counters), **lists},
+        counters={**dataclasses.asdict(counters), **lists, **largest},
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer import sources
-from packer.packing.values import Capacity
+from packer.packing import Capacity, tokens_of_minibatches
 from packer.render import Rendered
 from packer.report import unprinted_warnings
 from packer.rows import renderer_of, tokenizer_of
@@ -178,17 +178,20 @@ class _Notes:
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
         packing = job.spec.packing
-        self._limit = Capacity(
+        self._capacity = Capacity(
             max_tokens=packing.capacities[-1],
             segment_multiple=packing.segment_multiple,
             pack_multiple=packing.pack_multiple,
-        ).segment
+        )
+        self._limit = self._capacity.segment
         self._repacks = sources.is_packed(job.inputs)
         self._bos = tokenizer.bos_id if tokenizer is not None else None
         self._control = tokenizer.is_control if tokenizer is not None else None
         self._counts: Counter[str] = Counter()
         self._unprinted: Counter[str] = Counter()
         self._seen: set[bytes] = set()
+        self._minibatch_size = packing.minibatch_size if packing.strategy == "minibatch" else None
+        self._lengths: list[NDArray[np.int64]] = []  # of the rows, for mini-batches
 
     @property
     def num_rows(self) -> int:
@@ -204,6 +207,8 @@ class _Notes:
         self._counts["unusable"] += len(rendered.errors) + num_unreadable
         self._counts["empty"] += int(np.count_nonzero(rendered.lengths == 0)) - len(rendered.errors)
         self._unprinted.update(rendered.unprinted)
+        if self._minibatch_size:
+            self._lengths.append(np.asarray(rendered.lengths, np.int64))
         bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
         for start, stop in pairwise(bounds):
             if start < stop:
@@ -235,10 +240,29 @@ class _Notes:
             for name, text in texts.items()
             if (count := counts[name])
         ]
+        found += self._minibatches()
         found += unprinted_warnings(self._unprinted, self.num_rows)
         if whole and self._control is not None and not counts["ended"]:
             found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
         return found
+
+    def _minibatches(self) -> list[str]:
+        """A warning where mini-batches of the sample do not fit into a pack.
+
+        Of rows in source order: which rows a shuffle puts together is not known yet.
+        """
+        if not self._minibatch_size or not self._lengths:
+            return []
+        sizes = tokens_of_minibatches(np.concatenate(self._lengths), self._capacity, self._minibatch_size)
+        count = int(np.count_nonzero(sizes > self._capacity.pack))
+        if not count:
+            return []
+        return [
+            f"{count:,} of the first {len(sizes):,} mini-batches of {self._minibatch_size} rows (in source "
+            f"order) take more than a pack holds ({self._capacity.pack} tokens), the largest {sizes.max()}: "
+            "each is one pack, so rows are cut, left out or refused, as packing.overlong says; raise "
+            "packing.max_tokens (packs take no more than they need), or lower packing.minibatch_size"
+        ]
 
 
 def _percent(part: int, whole: int) -> str:

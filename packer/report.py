@@ -74,8 +74,11 @@ def _listed(parts: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any
     return rows
 
 
-def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
-    """What should not pass unnoticed though the spec allows it: 1 % of the rows or more."""
+def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = None) -> list[str]:
+    """What should not pass unnoticed though the spec allows it: 1 % of the rows or more.
+
+    `minibatches`: what is to be said of rows that were cut or left out under strategy "minibatch", instead.
+    """
     said = {
         "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them",
         "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split",
@@ -83,8 +86,10 @@ def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
         "rows_empty": "have no tokens and were left out",
         "rows_rejected": "could not be used and were left out; the report lists the first",
     }
-    found = []
+    found = [minibatches] if minibatches else []
     for name, text in said.items():
+        if minibatches and name in ("rows_truncated", "rows_overlong"):
+            continue
         count = getattr(counters, name)
         if 100 * count >= counters.rows_in > 0:
             found.append(f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) {text}")
@@ -100,6 +105,26 @@ def warnings_of(counters: Counters, max_tokens: int) -> list[str]:
     if not counters.num_packs:
         found.append("no row was packed: there is nothing to stream")
     return found
+
+
+def minibatch_warning(counters: Counters, max_tokens: int, minibatch_size: int, largest: int) -> str | None:
+    """That mini-batches did not fit into their packs: any lost token breaks "the same loss as padding".
+
+    `largest`: the max_tokens that holds the largest mini-batch uncut; 0 where it is not known.
+    """
+    count = counters.rows_truncated + counters.rows_overlong
+    if not count:
+        return None
+    # Texts far over max_tokens are not tokenized to their end, so the largest mini-batch takes more yet.
+    least = "at least " if counters.bytes_cut else ""
+    holds = f"{least}{largest}, which holds the largest" if largest else "what holds the largest"
+    return (
+        f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) were cut or left out, "
+        f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens dropped: a mini-batch of "
+        f"{minibatch_size} rows is one pack, and not all fit into max_tokens={max_tokens}, so the loss is not "
+        "that of padding; "
+        f"raise max_tokens to {holds} (packs take no more than they need), or lower minibatch_size"
+    )
 
 
 def of_capacities(part: Mapping[str, Any], max_tokens: int) -> list[dict[str, int]]:
@@ -145,16 +170,22 @@ def report(
     *,
     capacities: Sequence[int],
     warnings: Sequence[str] = (),
+    minibatch_size: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """The report of a dataset, from the counters of its commits in order.
 
     `capacities`: max_tokens of the packs that there may be, rising. `warnings`: what was to be said before
-    the work; what the counters say is added.
+    the work; what the counters say is added. `minibatch_size`: under strategy "minibatch".
     """
     counters = total(parts)
     counters.check()
     values = dataclasses.asdict(counters)
+    cut = None
+    if minibatch_size is not None:
+        # Not among the counters: it is no sum. Commits of earlier releases lack it.
+        largest = max((part.get("largest_minibatch", 0) for part in parts), default=0)
+        cut = minibatch_warning(counters, capacities[-1], minibatch_size, largest)
     padded_tokens, padded_real = values.pop("padded_tokens"), values.pop("padded_real")
     real = counters.tokens_packed - counters.tokens_padding
     each = _capacities(parts, capacities)
@@ -168,6 +199,6 @@ def report(
         "rejected": _listed(parts, "rejected"),  # file, line, unit, reason
         "overlong": _listed(parts, "overlong"),  # file, line, unit, example, num_tokens
         "fallbacks": _listed(parts, "fallbacks"),  # partition, reason
-        "warnings": [*warnings, *warnings_of(counters, capacities[-1])],
+        "warnings": [*warnings, *warnings_of(counters, capacities[-1], cut)],
         **more,
     }

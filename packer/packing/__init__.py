@@ -3,6 +3,7 @@
     plan           the packs of a run of examples, for every strategy
     estimate       what each strategy would make of them, beside padding
     lower_bound    packs that no packer can go below
+    tokens_of_minibatches    what max_tokens must be for each mini-batch to fit uncut
 
 Two engines make the packs of best_fit: `window` in one pass, near the order of the stream; `histogram`
 over all lengths at once. Errors: PackingError (a ValueError).
@@ -11,6 +12,7 @@ over all lengths at once. Errors: PackingError (a ValueError).
 from __future__ import annotations
 
 from packer.packing.estimating import Estimate, StrategyEstimate, estimate, lower_bound
+from packer.packing.overlong import tokens_of_minibatches
 from packer.packing.planning import ONE_CAPACITY, PackPlan, partition_multiple, plan
 from packer.packing.values import Capacity, PackingError
 
@@ -25,4 +27,5 @@ __all__ = [
     "lower_bound",
     "partition_multiple",
     "plan",
+    "tokens_of_minibatches",
 ]

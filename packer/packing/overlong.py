@@ -133,6 +133,16 @@ def fit_minibatches(
     )
 
 
+def tokens_of_minibatches(lengths: Int64, capacity: Capacity, minibatch_size: int) -> Int64:
+    """What each mini-batch takes in a pack uncut, padding counted: (num_minibatches,) int64.
+
+    max_tokens must be as many for a mini-batch to fit. Lengths are in stream order, those of 0 with them.
+    """
+    starts = np.arange(0, len(lengths), minibatch_size)
+    totals = np.add.reduceat(capacity.padded(lengths), starts) if len(lengths) else _NONE
+    return -(-totals // capacity.pack_multiple) * capacity.pack_multiple
+
+
 def _common_length(lengths: Int64, capacity: Capacity) -> int:
     """The largest length at which all can be cut so that they fit into one pack; 0 if there is none."""
     low, high = 0, capacity.pack

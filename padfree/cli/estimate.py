@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from typing import Any
 
 from padfree.cli import common
@@ -35,8 +36,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store)])
             packing = job.spec.packing
+            lengths = lengths[lengths > 0]
             found = estimate(
-                lengths[lengths > 0],
+                lengths,
                 packing.capacities,
                 minibatch_size=packing.minibatch_size or 8,
                 packs_per_step=args.packs_per_step,
@@ -46,10 +48,37 @@ def run(args: argparse.Namespace) -> int:
             )
         except (ValueError, OSError) as error:  # of reading, rendering, packing and the store
             raise CommandError(str(error)) from None
+    size = packing.minibatch_size or 8
+    warnings = _warnings(lengths, packing, size)
+    for warning in warnings:
+        print(f"warning {warning}", file=sys.stderr)
     if not args.json:
-        _print(found, packing.capacities, packing.minibatch_size or 8)
-    common.print_result(args, dataclasses.asdict(found))
+        _print(found, packing.capacities, size)
+    common.print_result(args, {**dataclasses.asdict(found), "warnings": warnings})
     return 0
+
+
+def _warnings(lengths: Any, packing: Any, size: int) -> list[str]:
+    """That mini-batches of the rows, in source order, do not fit into a pack, where that is so."""
+    import numpy as np
+
+    from packer.packing import Capacity, tokens_of_minibatches
+
+    capacity = Capacity(
+        max_tokens=packing.capacities[-1],
+        segment_multiple=packing.segment_multiple,
+        pack_multiple=packing.pack_multiple,
+    )
+    sizes = tokens_of_minibatches(lengths, capacity, size)
+    count = int(np.count_nonzero(sizes > capacity.pack))
+    if not count or len(packing.capacities) > 1:  # of several the table says that minibatch takes one
+        return []
+    return [
+        f"under minibatch {count:,} of {len(sizes):,} mini-batches of {size} rows take more than a pack "
+        f"of max_tokens={capacity.max_tokens}, the largest {sizes.max()} (in source order; a shuffle makes "
+        "others): their rows would be cut or left out, and the loss not that of padding. Raise max_tokens "
+        f"to {sizes.max()} or more (packs take no more than they need), or lower minibatch_size"
+    ]
 
 
 def _print(found: Any, capacities: tuple[int, ...], minibatch_size: int) -> None:

@@ -101,6 +101,7 @@ def test_the_command_takes_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[
     options = [str(source), "--max-tokens", "512,64", "--json"]
     assert main(["estimate", *options]) == 0
     estimated = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert estimated["warnings"] == []
     assert main(["pack", *options, "--workers", "0", "--store", str(tmp_path / "store")]) == 0
     view = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert view["spec"]["packing"]["max_tokens"] == [64, 512]
@@ -112,3 +113,19 @@ def test_the_command_takes_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 'one number is required under strategy "wrapped"' in capsys.readouterr().err
     assert main(["inspect", view["id"], "--store", str(tmp_path / "store")]) == 0
     assert "fill" in capsys.readouterr().out
+
+
+def test_an_estimate_warns_of_minibatches_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"input_ids": list(range(3, 3 + length))} for length in (9, 9, 2, 3)]
+    source = str(write_rows(tmp_path / "rows.jsonl", rows))
+    options = ["estimate", source, "--strategy", "minibatch", "--minibatch-size", "2", "--json"]
+    assert main([*options, "--max-tokens", "12"]) == 0
+    said = capsys.readouterr()
+    (warning,) = json.loads(said.out)["warnings"]
+    assert "1 of 2 mini-batches of 2 rows" in warning
+    assert "Raise max_tokens to 18 or more" in warning
+    assert warning in said.err
+    assert main([*options, "--max-tokens", "18"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []

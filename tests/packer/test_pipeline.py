@@ -604,6 +604,22 @@ def test_what_should_not_pass_unnoticed_is_a_warning(tmp_path: Path) -> None:
     packed = pack_rows(tmp_path, tokens(3, 9, 4), packing={"max_tokens": 8})
     (warning,) = packed.report["warnings"]
     assert "1 of 3 rows (33%) are longer than max_tokens=8 and were cut" in warning
+
+
+@pytest.mark.parametrize(("overlong", "count", "dropped"), [("truncate", 2, 8), ("drop", 1, 9)])
+def test_a_minibatch_that_does_not_fit_is_warned_of_as_such(
+    tmp_path: Path, overlong: str, count: int, dropped: int
+) -> None:
+    packing = {"strategy": "minibatch", "minibatch_size": 3, "max_tokens": 12, "overlong": overlong}
+    packed = pack_rows(tmp_path, tokens(2, 3, 4, 9, 9, 2), packing=packing)
+    (warning,) = packed.report["warnings"]
+    assert f"{count} of 6 rows" in warning
+    assert f"{dropped} of 29 tokens dropped" in warning
+    assert "not all fit into max_tokens=12" in warning
+    assert "raise max_tokens to 20, which" in warning
+    assert "longer than" not in warning
+    packing["max_tokens"] = 20
+    assert pack_rows(tmp_path / "roomy", tokens(2, 3, 4, 9, 9, 2), packing=packing).report["warnings"] == []
     folder = write_tokenizer(tmp_path / "t2", toy.bundle(chat_template=toy.T2))
     source = write_rows(tmp_path / "chat.jsonl", [toy.chat(("user", "a"), ("assistant", "b"))])
     store = LocalStore(tmp_path / "store")

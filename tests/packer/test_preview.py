@@ -109,6 +109,13 @@ def test_a_bad_row_stands_in_its_place(tmp_path: Path) -> None:
             "no {% generation %} markers",
         ),
         ([{"input_ids": [1, 1, 20, 2]}], {}, None, "begin with two BOS"),
+        (
+            [{"input_ids": [20] * 9}] * 3,
+            {"packing": {"strategy": "minibatch", "minibatch_size": 2, "max_tokens": 16}},
+            None,
+            "1 of the first 2 mini-batches of 2 rows (in source order) take more than a pack holds "
+            "(16 tokens), the largest 18",
+        ),
         ([toy.chat(("user", "a"), ("assistant", "b"))], {}, toy.bundle(chat_template=toy.T2), "outside its"),
     ],
 )
