@@ -121,9 +121,9 @@ def minibatch_warning(counters: Counters, max_tokens: int, minibatch_size: int, 
     return (
         f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) were cut or left out, "
         f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens dropped: a mini-batch of "
-        f"{minibatch_size} rows is one pack, and not all fit into max_tokens={max_tokens}, so the loss is not "
-        "that of padding; "
-        f"raise max_tokens to {holds} (packs take no more than they need), or lower minibatch_size"
+        f"{minibatch_size} rows is one pack, and not all fit into max_tokens={max_tokens}, so the loss is "
+        f"not that of padding. Raise max_tokens to {holds} (packs take no more than they "
+        "need), or lower minibatch_size"
     )
 
 
