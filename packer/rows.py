@@ -86,7 +86,7 @@ def _read(
         rejected.extend(records.errors)
         rendered = renderer.render(records.rows)
         wrong = dict(rendered.errors)
-        rejected.extend(_row_error(records, row, reason) for row, reason in wrong.items())
+        rejected.extend(row_error(records, row, reason) for row, reason in wrong.items())
         trained = _any_per_row(rendered.loss_mask, rendered.lengths)
         empty = rendered.lengths == 0
         counters.rows_empty += int(np.count_nonzero(empty)) - len(wrong)
@@ -146,7 +146,8 @@ def _stream_ids(partition: sources.Partition) -> NDArray[np.int64]:
     return positions if partition.seed is None else permute(positions, partition.num_records, partition.seed)
 
 
-def _row_error(records: sources.Records, row: int, reason: str) -> sources.RowError:
+def row_error(records: sources.Records, row: int, reason: str) -> sources.RowError:
+    """The error of row `row` of a batch, with its place."""
     return sources.RowError.of(records.locations[row], int(records.example_ids[row]), reason)
 
 

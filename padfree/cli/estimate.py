@@ -28,13 +28,18 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from packer.measure import token_lengths
+    from packer.measure import Rejected, token_lengths
     from packer.packing import estimate
 
     with common.scratch_store(args) as store:
         job = resolve_here(spec_document(args), store)
         try:
-            lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store)])
+            rejected = Rejected()
+            lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store, rejected)])
+            if rejected.num_rows and job.spec.source.on_bad_row == "fail":
+                raise CommandError(
+                    f"{_said(rejected)}. Correct them, or leave them out with --on-bad-row skip"
+                )
             packing = job.spec.packing
             lengths = lengths[lengths > 0]
             found = estimate(
@@ -50,11 +55,17 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(str(error)) from None
     size = packing.minibatch_size or 8
     warnings = _warnings(lengths, packing, size)
+    if rejected.num_rows:
+        warnings.insert(0, f"{_said(rejected)}; left out of these figures")
     for warning in warnings:
         print(f"warning {warning}", file=sys.stderr)
     if not args.json:
         _print(found, packing.capacities, size)
-    common.print_result(args, {**dataclasses.asdict(found), "warnings": warnings})
+    listed = [
+        {"file": row.file, "line": row.line, "unit": row.unit, "reason": row.reason} for row in rejected.first
+    ]
+    result = {"warnings": warnings, "rows_rejected": rejected.num_rows, "rejected": listed}
+    common.print_result(args, {**dataclasses.asdict(found), **result})
     return 0
 
 
@@ -79,6 +90,12 @@ def _warnings(lengths: Any, packing: Any, size: int) -> list[str]:
         "others): their rows would be cut or left out, and the loss not that of padding. Raise max_tokens "
         f"to {sizes.max()} or more (packs take no more than they need), or lower minibatch_size"
     ]
+
+
+def _said(rejected: Any) -> str:
+    first = rejected.first[0]
+    count = f"{rejected.num_rows:,} row{'s'[: rejected.num_rows > 1]}"
+    return f"{count} could not be used, the first is {first.location}: {first.reason}"
 
 
 def _print(found: Any, capacities: tuple[int, ...], minibatch_size: int) -> None:

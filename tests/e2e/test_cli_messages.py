@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from packs import build_dataset, numbered_packs
 from serving import running
 
 from padfree.cli import main
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizer"
 
 
 def told(capsys: pytest.CaptureFixture[str], *args: Any, status: int) -> str:
@@ -43,3 +46,25 @@ def test_an_unknown_dataset_is_named(tmp_path: Path, capsys: Any, verb: str) -> 
         assert "'cpas'" in said
         assert f"padfree datasets --url {server.url}" in said
         assert main(["stream", "caps", "--url", server.url]) == 0
+
+
+def rows_with_bad_ones(folder: Path) -> Path:
+    source = folder / "rows.jsonl"
+    lines = ['{"text": "some words"}'] * 5 + ['{"text": 7}', "{no JSON", '{"text": "more"}']
+    source.write_text("\n".join(lines) + "\n")
+    return source
+
+
+def test_an_estimate_tells_of_rows_that_cannot_be_used(tmp_path: Path, capsys: Any) -> None:
+    source = rows_with_bad_ones(tmp_path)
+    options = ["estimate", source, "--tokenizer", TOKENIZER, "--max-tokens", 64]
+    said = told(capsys, *options, status=1)
+    assert "2 rows could not be used, the first is" in said
+    assert "rows.jsonl, line 6" in said
+    assert "--on-bad-row skip" in said
+    assert main([str(one) for one in [*options, "--on-bad-row", "skip", "--json"]]) == 0
+    shown = capsys.readouterr()
+    assert "2 rows could not be used" in shown.err
+    found = json.loads(shown.out.splitlines()[-1])
+    assert (found["num_examples"], found["rows_rejected"]) == (6, 2)
+    assert [row["line"] for row in found["rejected"]] == [6, 7]
