@@ -83,6 +83,14 @@ def lock_key(dataset: str) -> str:
     return f"locks/{dataset}"
 
 
+def cancelled_key(dataset: str) -> str:
+    """The marker of a dataset that is not to be packed, and not to be served.
+
+    Not in the dataset's folder: whoever packs it sweeps that for files left half-written.
+    """
+    return f"cancelled/{dataset}.json"
+
+
 def write_origin(store: Store, dataset: str, *, request_id: str | None = None) -> None:
     """Note that a dataset is asked for now. The time of its first request stays, where there is one."""
     created = read_origin(store, dataset).get("created")

@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from packer import logs
-from packer.manifest import dataset_key, lock_key, remove_dataset, write_origin
+from packer.manifest import cancelled_key, dataset_key, lock_key, remove_dataset, write_origin
+from packer.names import kept_name
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import NoSpaceLeft, Store
 from service import problems, specs
 from service.auth import known_parameters_only
-from service.feeds import cancelled_key
 from service.requests import read_body
 from service.schemas import DatasetList, DatasetView, SpecModel
 from service.state import Service, service_of
@@ -61,6 +61,8 @@ async def post_dataset(
     view = await feed.view()
     if view is None:  # deleted in this very moment
         raise problems.unknown_dataset(job.dataset)
+    if told := kept_name(job.dataset, view["name"], job.spec.name):
+        view["warnings"] = [*view.get("warnings", []), told]
     headers = {"Location": f"/v1/datasets/{job.dataset}"}
     return JSONResponse(view, status_code=202 if is_new else 200, headers=headers)
 

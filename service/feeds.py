@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.manifest import Manifest, ManifestError, Shard, dataset_key, list_datasets, repair
+from packer.manifest import Manifest, ManifestError, Shard, cancelled_key, dataset_key, list_datasets, repair
 from packer.store import Store
 from packer.view import dataset_state, dataset_view
 from service import problems
@@ -32,14 +32,6 @@ _DATASET = re.compile(r"[0-9a-f]{32}")
 _POLL_FIRST_S, _POLL_GROWTH, _POLL_LAST_S = 0.05, 1.3, 1.0
 _READY_S = 60.0  # a dataset that is ready stays so until it is removed
 _MAX_IDLE_FEEDS = 64  # a million packs' row index is 44 MB
-
-
-def cancelled_key(dataset: str) -> str:
-    """The marker of a dataset that is not to be packed, and not to be served.
-
-    Not in the dataset's folder: whoever packs it sweeps that for files left half-written.
-    """
-    return f"cancelled/{dataset}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,12 +15,11 @@ import uuid
 from collections.abc import Callable
 
 from packer import logs, traces
-from packer.manifest import Manifest, dataset_key, read_origin
+from packer.manifest import Manifest, cancelled_key, dataset_key, read_origin
 from packer.report import of_capacities
 from packer.runners import ClusterLost, Runner
 from packer.spec import Job, SpecError, job_from_document
 from packer.store import Store
-from service.feeds import cancelled_key
 from service.metrics import Metrics
 from service.tasks import CountedRunner
 

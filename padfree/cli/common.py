@@ -75,12 +75,15 @@ def store_of(args: argparse.Namespace, *, must_exist: bool) -> Any:
     return store
 
 
-def find_here(store: Any, text: str) -> str:
-    """The id of the dataset of a store that the user means by an id, its beginning, or a name."""
+def find_here(store: Any, text: str, *, prefer_usable: bool = True) -> str:
+    """The id of the dataset of a store that the user means by an id, its beginning, or a name.
+
+    prefer_usable: as of packer.names.choose.
+    """
     from packer.names import find_dataset
 
     try:
-        return find_dataset(store, text)
+        return find_dataset(store, text, prefer_usable=prefer_usable)
     except LookupError as error:
         raise CommandError(f"{store.url}: {error}") from None
 

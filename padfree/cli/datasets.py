@@ -19,7 +19,10 @@ def add(verbs: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.remove:
-        common.print_result(args, {"removed": _remove(args)})
+        dataset, name = _remove(args)
+        if not args.json:
+            print(f"removed dataset {dataset} ({name or 'no name'})")
+        common.print_result(args, {"removed": dataset})
         return 0
     views = common.request(args, "GET", "/v1/datasets")["datasets"] if args.url else _views_here(args)
     if not args.json:
@@ -37,22 +40,31 @@ def _views_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [view for view in views if view is not None]
 
 
-def _remove(args: argparse.Namespace) -> str:
-    """Remove a dataset; returns its id."""
-    if args.url:
-        path = common.dataset_path(args.remove)
-        dataset: str = common.request(args, "GET", path)["id"]
-        common.request(args, "DELETE", common.dataset_path(dataset))
-        return dataset
-    from packer.manifest import lock_key, remove_dataset
+def _remove(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Remove a dataset; returns its id and name. Of several of one name none is preferred."""
+    from packer.manifest import Manifest, ManifestError, lock_key, remove_dataset
+    from packer.names import choose
 
+    if args.url:
+        views = {view["id"]: view for view in common.request(args, "GET", "/v1/datasets")["datasets"]}
+        names = {one: view["name"] for one, view in views.items()}
+        try:
+            found = choose(args.remove, names, state_of=lambda one: views[one]["state"], prefer_usable=False)
+        except LookupError as error:
+            raise CommandError(f"{args.url}: {error}") from None
+        common.request(args, "DELETE", common.dataset_path(found))
+        return found, names[found]
     store = common.store_of(args, must_exist=True)
-    dataset = common.find_here(store, args.remove)
+    dataset = common.find_here(store, args.remove, prefer_usable=False)
+    try:
+        name = (Manifest(store, dataset).spec() or {"spec": {}})["spec"].get("name")
+    except ManifestError:  # what is damaged can be removed too
+        name = None
     with store.lock(lock_key(dataset)) as mine:
         if not mine:
             raise CommandError(f"dataset {dataset} is being packed; stop that first")
         remove_dataset(store, dataset)
-    return dataset
+    return dataset, name
 
 
 def _print_table(views: list[dict[str, Any]]) -> None:

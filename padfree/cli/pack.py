@@ -40,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
     document = spec_document(args)
     if args.preview is not None:
         return _preview(args, document)
+    from packer.names import kept_name
+
     view = _pack_at_service(args, document) if args.url else _pack_here(args, document)
+    if told := kept_name(view["id"], view["name"], document.get("name")):
+        print(f"warning {told}", file=sys.stderr)
     if not args.json:
         common.print_report(view)
     common.print_result(args, view)

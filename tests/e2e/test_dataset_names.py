@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from packing_job import write_rows
 from packs import build_dataset, numbered_packs
 from serving import running
 
@@ -65,7 +66,7 @@ def test_a_stream_by_name_is_the_stream_of_its_id(stores, where):
         assert stream.dataset == stream.state_dict()["dataset"] == third
         assert len(list(stream)) == 5
         assert PackedStream(source, dataset=first[:10]).dataset == first
-        with pytest.raises(StreamRefused, match=rf"one of 2 datasets.*{min(first, second)} \(same\)"):
+        with pytest.raises(StreamRefused, match=rf"one of 2 datasets.*{min(first, second)} \(same, ready\)"):
             PackedStream(source, dataset="same")
         with pytest.raises(UnknownDataset, match="there is no"):
             next(iter(PackedStream(source, dataset="nobody")))
@@ -105,3 +106,23 @@ def test_the_command_line_takes_names(stores, capsys, where):
         status, out, _ = padfree(capsys, "datasets", "--remove", "math 8k", *place, "--json")
         assert (status, json.loads(out)) == (0, {"removed": third})
         assert padfree(capsys, "inspect", "math 8k", *place)[0] == 1
+        status, out, _ = padfree(capsys, "datasets", "--remove", first, *place)
+        assert (status, out) == (0, f"removed dataset {first} (same)\n")
+        assert padfree(capsys, "datasets", "--remove", first, *place)[0] == 1
+
+
+@pytest.mark.parametrize("where", ["service", "folder"])
+def test_another_name_for_known_content_is_told(tmp_path, capsys, where):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
+    store = tmp_path / "store"
+    with running(store, runner=InlineRunner(), data_roots=(tmp_path,)) as server:
+        place = ("--url", server.url) if where == "service" else ("--store", str(store), "--workers", "0")
+        for name, told in (("first", False), ("first", False), ("second", True)):
+            status, out, err = padfree(capsys, "pack", str(rows), "--name", name, *place, "--json")
+            assert status == 0
+            assert json.loads(out.splitlines()[-1])["name"] == "first"
+            assert ("which is called 'first'; the name 'second' is not taken over" in err) is told
+        document = {"source": {"paths": [str(rows)]}, "name": "third"}
+        answer = server.request("POST", "/v1/datasets", body=json.dumps(document).encode())
+        assert answer.status == 200
+        assert any("'third' is not taken over" in text for text in answer.json["warnings"])

@@ -12,10 +12,9 @@ from packs import build_dataset, numbered_packs
 from serving import messages, packs_by_arrow, running, spawned, wait_for
 
 from packer import coordinator
-from packer.manifest import dataset_key
+from packer.manifest import cancelled_key, dataset_key
 from packer.runners import ClusterLost, InlineRunner
 from packer.store import LocalStore, NoSpaceLeft
-from service.feeds import cancelled_key
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizer"
 

@@ -19,9 +19,8 @@ from packs import (
 from serving import messages, packs_by_arrow, running, wait_for
 
 from packer import shard
-from packer.manifest import dataset_key, shard_key
+from packer.manifest import cancelled_key, dataset_key, shard_key
 from packer.store import LocalStore
-from service.feeds import cancelled_key
 from trainer_client import DatasetFailed, PackedStream, UnknownDataset
 
 PACKS = random_packs(29)

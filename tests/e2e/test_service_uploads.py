@@ -14,12 +14,11 @@ import pytest
 from packs import commit_partition, fail_dataset, finish_dataset, numbered_packs, start_dataset
 from serving import running, wait_for
 
-from packer.manifest import dataset_key
+from packer.manifest import cancelled_key, dataset_key
 from packer.runners import InlineRunner
 from packer.store import LocalStore, NoSpaceLeft
 from packer.store.local import LocalStaged
 from service import uploads
-from service.feeds import cancelled_key
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizer"
 ROWS = "".join(json.dumps({"input_ids": [i % 90 + 1] * 6}) + "\n" for i in range(50)).encode()

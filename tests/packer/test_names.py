@@ -4,6 +4,7 @@ import pytest
 from packs import build_dataset, numbered_packs
 
 from packer import names
+from packer.manifest import cancelled_key
 from packer.names import AmbiguousName, UnknownName, choose, find_dataset
 from packer.store import LocalStore
 
@@ -38,6 +39,31 @@ def test_what_may_be_several_is_listed():
     many = {f"{number:032x}": "same" for number in range(30)}
     with pytest.raises(AmbiguousName, match=r"one of 30 datasets.* and 20 more"):
         choose("same", many)
+
+
+def test_a_name_means_the_one_dataset_of_it_that_did_not_fail():
+    names_ = {A: "messy", B: "messy", C: "messy"}
+    states = {A: "failed", B: "ready", C: "cancelled"}
+    assert choose("messy", names_, state_of=states.get) == B
+    with pytest.raises(AmbiguousName, match=rf"{A} \(messy, failed\); {B} \(messy, ready\)"):
+        choose("messy", names_, state_of=states.get, prefer_usable=False)
+    with pytest.raises(AmbiguousName, match="messy, packing"):
+        choose("messy", names_, state_of={**states, C: "packing"}.get)
+    with pytest.raises(AmbiguousName, match="messy, failed"):
+        choose("messy", names_, state_of=lambda _: "failed")
+    with pytest.raises(AmbiguousName):  # the beginning of an id is nobody's name
+        choose("aaaa", names_, state_of=states.get)
+
+
+def test_states_of_the_store_decide_between_equal_names(tmp_path):
+    store = LocalStore(tmp_path)
+    first, second = (
+        build_dataset(tmp_path, numbered_packs(count), packs_per_shard=2, name="same") for count in (2, 3)
+    )
+    with pytest.raises(AmbiguousName, match="same, ready"):
+        find_dataset(store, "same")
+    store.put(cancelled_key(first), b"{}")
+    assert find_dataset(store, "same") == second
 
 
 def test_a_whole_id_wins_and_a_beginning_does_not():
