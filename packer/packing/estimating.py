@@ -46,10 +46,15 @@ class StrategyEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What each strategy makes of the same lengths. lower_bound_packs: no packer can go below."""
+    """What each strategy makes of the same lengths.
+
+    volume_packs: packs that the tokens alone need, as `lower_bound_packs` of a dataset's report.
+    lower_bound_packs: no packer of whole examples can go below (the L2 bound): volume_packs or more.
+    """
 
     num_examples: int
     num_tokens: int
+    volume_packs: int
     lower_bound_packs: int
     rows: tuple[StrategyEstimate, ...]
 
@@ -115,6 +120,7 @@ def estimate(
     return Estimate(
         num_examples=len(array),
         num_tokens=int(array.sum()),
+        volume_packs=_volume(pieces, capacities),
         lower_bound_packs=sum(lower_bound_of(counts, c.pack) for c, counts in histograms),
         rows=(*rows, overall),
     )
@@ -161,6 +167,13 @@ def _padding(lengths: Int64, kept: Int64, minibatch_size: int, packs_per_step: i
         tokens_computed=computed,
         fill=_share(int(kept.sum()), computed),
     )
+
+
+def _volume(pieces: Pieces, capacities: tuple[Capacity, ...]) -> int:
+    """Packs that the real tokens fill, each example's in the smallest capacity that holds it."""
+    of_piece = smallest_that_holds(pieces.length, capacities)
+    tokens = np.bincount(of_piece, weights=pieces.length, minlength=len(capacities))
+    return sum(-(-int(count) // c.max_tokens) for count, c in zip(tokens, capacities, strict=True))
 
 
 def _share(part: int, whole: int) -> float:

@@ -168,9 +168,16 @@ def print_report(view: dict[str, Any]) -> None:
         f"{report['tokens_trained']:,} trained, {report['tokens_dropped']:,} dropped"
     )
     print(
-        f"packs   {report['num_packs']:,} (no packer needs fewer than {report['lower_bound_packs']:,}), "
+        f"packs   {report['num_packs']:,} (the tokens alone need {report['lower_bound_packs']:,}), "
         f"fill {report['fill']:.4f} of max_tokens"
     )
+    each = report.get("capacities", [])
+    if len(each) > 1:
+        for one in each:
+            print(
+                f"        of max_tokens {one['max_tokens']:,}: {one['num_packs']:,} packs, "
+                f"{one['num_tokens']:,} tokens, fill {one['fill']:.4f}"
+            )
     print(
         f"shards  {report['num_shards']:,}. Padded to the longest of each mini-batch, "
         f"{report['padded_fill']:.4f} of what a model computes would be real tokens"

@@ -102,13 +102,15 @@ def _print(found: Any, capacities: tuple[int, ...], minibatch_size: int) -> None
     print(
         f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; "
         f"max_tokens {' or '.join(f'{number:,}' for number in capacities)}, "
-        f"mini-batches of {minibatch_size}; no packer needs fewer than {found.lower_bound_packs:,} packs\n"
+        f"mini-batches of {minibatch_size}\n"
+        f"the tokens alone need {found.volume_packs:,} packs; with whole examples no packer needs fewer than "
+        f"{found.lower_bound_packs:,}\n"
     )
     padding = next(row for row in found.rows if row.name == "padding")
     _print_row("", "packs", "steps", "fill", "tokens computed", "of padding", "dropped")
     for row in found.rows:
         if row.problem:
-            print(f"{row.name:18} {row.problem}")
+            _print_row(row.name, *"------")
             continue
         share = row.tokens_computed / padding.tokens_computed if padding.tokens_computed else 0.0
         _print_row(
@@ -120,6 +122,9 @@ def _print(found: Any, capacities: tuple[int, ...], minibatch_size: int) -> None
             f"{share:.1%}",
             f"{row.tokens_dropped:,}",
         )
+    problems = [f"{row.name}: {row.problem}" for row in found.rows if row.problem]
+    if problems:
+        print("\n" + "\n".join(problems))
 
 
 def _print_row(name: str, *cells: str) -> None:

@@ -63,10 +63,13 @@ def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
     else:
         found = _preview_here(args, document)
     if not args.json:
+        colour = sys.stdout.isatty()
+        marked = "green" if colour else "in [brackets]"
+        print(f"tokens between bars; what is {marked} is trained, the rest is only read")
         for example in found["examples"]:
             sizes = f"{example['num_tokens']:,} tokens, {example['num_trained']:,} trained"
             print(f"example {example['example']} ({example['place']}): {sizes}")
-            print(f"  {example['error']}" if example["error"] else _shown(example, sys.stdout.isatty()))
+            print(f"  {example['error']}" if example["error"] else _shown(example, colour))
         for warning in found["warnings"]:
             print(f"warning: {warning}")
     common.print_result(args, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -68,3 +69,25 @@ def test_an_estimate_tells_of_rows_that_cannot_be_used(tmp_path: Path, capsys: A
     found = json.loads(shown.out.splitlines()[-1])
     assert (found["num_examples"], found["rows_rejected"]) == (6, 2)
     assert [row["line"] for row in found["rejected"]] == [6, 7]
+
+
+def test_estimate_and_report_say_the_same_of_the_same_rows(tmp_path: Path, capsys: Any) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps({"text": "word " * (number % 50)}) + "\n" for number in range(120)))
+    options = [source, "--tokenizer", TOKENIZER, "--max-tokens", "16,40,64"]
+
+    def shown(verb: str, *more: Any) -> str:
+        assert main([str(one) for one in [verb, *options, *more]]) == 0
+        return capsys.readouterr().out
+
+    packed = shown("pack", "--store", tmp_path / "store")
+    estimated = shown("estimate")
+    (count,) = re.findall(r"the tokens alone need ([\d,]+)", packed)
+    assert re.findall(r"the tokens alone need ([\d,]+) packs", estimated) == [count]
+    (whole,) = re.findall(r"with whole examples no packer needs fewer than ([\d,]+)", estimated)
+    assert int(whole) > int(count)
+    for capacity in (16, 40, 64):  # a line each, which add up
+        assert re.search(rf"of max_tokens {capacity}: \d+ packs, [\d,]+ tokens, fill 0\.\d+", packed)
+    table, _, below = estimated.rpartition("\n\n")
+    assert re.search(r"^wrapped( +-){6}$", table, re.MULTILINE)
+    assert re.search("^wrapped: .+", below, re.MULTILINE)

@@ -252,6 +252,7 @@ def test_an_estimate_is_what_the_plans_have(
     estimated = estimate(lengths, max_tokens, minibatch_size=2, segment_multiple=multiple)
     rows = {row.name: row for row in estimated.rows}
     assert estimated.lower_bound_packs == lower_bound(lengths, max_tokens, segment_multiple=multiple)
+    assert estimated.volume_packs <= estimated.lower_bound_packs
     for name in ("best_fit", "sequential", "padded"):
         planned = plan(lengths, max_tokens, strategy=name, segment_multiple=multiple)
         row = rows[name]
