@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -23,6 +23,7 @@ from packer.tokenization import Tokenizer
 
 SAMPLE_ROWS = 1000  # what the warnings look at
 SAMPLE_TOKENS = 4 << 20  # or so many tokens, where rows are long
+_NUM_PLACES = 3  # of rows that a warning is about
 SHOWN_TOKENS = 16 << 10  # of one example; the rest is counted
 
 
@@ -74,7 +75,7 @@ def preview(job: Job, store: Store, num_examples: int, *, sample_rows: int = SAM
     examples: list[Example] = []
     notes = _Notes(job, tokenizer)
     for records, rendered in batches:
-        notes.add(rendered, num_unreadable=len(records.errors))
+        notes.add(rendered, records)
         wanted = num_examples - len(examples)
         found = list(_examples(records, rendered, texts, wanted))
         if records.errors:
@@ -188,6 +189,7 @@ class _Notes:
         self._bos = tokenizer.bos_id if tokenizer is not None else None
         self._control = tokenizer.is_control if tokenizer is not None else None
         self._counts: Counter[str] = Counter()
+        self._places: defaultdict[str, list[str]] = defaultdict(list)  # of the first such rows
         self._unprinted: Counter[str] = Counter()
         self._seen: set[bytes] = set()
         self._minibatch_size = packing.minibatch_size if packing.strategy == "minibatch" else None
@@ -201,7 +203,9 @@ class _Notes:
     def num_tokens(self) -> int:
         return self._counts["tokens"]
 
-    def add(self, rendered: Rendered, *, num_unreadable: int) -> None:
+    def add(self, rendered: Rendered, records: sources.Records) -> None:
+        """Count the rows of a batch, the unreadable ones too."""
+        num_unreadable = len(records.errors)
         self._counts["rows"] += len(rendered.lengths) + num_unreadable
         self._counts["tokens"] += len(rendered.input_ids)
         self._counts["unusable"] += len(rendered.errors) + num_unreadable
@@ -209,21 +213,32 @@ class _Notes:
         self._unprinted.update(rendered.unprinted)
         if self._minibatch_size:
             self._lengths.append(np.asarray(rendered.lengths, np.int64))
+        wrong = {int(records.example_ids[row]): records.locations[row] for row, _ in rendered.errors}
+        unusable = {one.example_id: one.location for one in records.errors} | wrong
+        for example in sorted(unusable):
+            self._note("unusable", unusable[example])
         bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
-        for start, stop in pairwise(bounds):
-            if start < stop:
-                self._look(rendered.input_ids[start:stop], rendered.loss_mask[start:stop])
+        for row, (start, stop) in enumerate(pairwise(bounds)):
+            if start < stop and self._look(rendered.input_ids[start:stop], rendered.loss_mask[start:stop]):
+                self._note("untrained", records.locations[row])
 
-    def _look(self, ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> None:
+    def _note(self, what: str, place: object) -> None:
+        if len(self._places[what]) < _NUM_PLACES:
+            self._places[what].append(str(place))
+
+    def _look(self, ids: NDArray[np.int32], mask: NDArray[np.bool_]) -> bool:
+        """Count what a row with tokens is like. Whether it trains nothing."""
         counts, key = self._counts, hashlib.blake2b(ids.tobytes(), digest_size=16).digest()
         counts["whole"] += 1
         counts["twice"] += key in self._seen
         self._seen.add(key)
         counts["long"] += len(ids) > self._limit
-        counts["untrained"] += not mask[1:].any()
+        is_untrained = not bool(mask[1:].any())
+        counts["untrained"] += is_untrained
         counts["two_bos"] += self._bos is not None and bool((ids[:2] == self._bos).all()) and len(ids) > 1
         if self._control is not None:
             counts["ended"] += bool((self._control[ids] & mask)[1:].any())
+        return is_untrained
 
     def warnings(self) -> list[str]:
         counts, whole = self._counts, self._counts["whole"]
@@ -237,6 +252,7 @@ class _Notes:
         }
         found = [
             f"{count:,} of the first {self.num_rows:,} rows ({_percent(count, self.num_rows)}) {text}"
+            + self._listed(name)
             for name, text in texts.items()
             if (count := counts[name])
         ]
@@ -245,6 +261,10 @@ class _Notes:
         if whole and self._control is not None and not counts["ended"]:
             found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
         return found
+
+    def _listed(self, name: str) -> str:
+        """The places of the first such rows, where they are kept."""
+        return f"; the first: {'; '.join(self._places[name])}" if self._places[name] else ""
 
     def _minibatches(self) -> list[str]:
         """A warning where mini-batches of the sample do not fit into a pack.

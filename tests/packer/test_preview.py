@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,18 @@ def test_no_warning_where_all_is_well(tmp_path: Path) -> None:
     assert found.warnings == []
 
 
+def test_warnings_name_the_first_places(tmp_path: Path) -> None:
+    good, bad = {"prompt": "a", "completion": "b c"}, {"prompt": "a", "completion": 7}
+    untrained = {"input_ids": [4, 5, 6], "labels": [-100] * 3}
+    found, _ = previewed(tmp_path, [good, bad, good, *4 * [bad]], 1)
+    (said,) = [text for text in found.warnings if "cannot be used" in text]
+    assert said.startswith("5 of the first 7 rows")
+    assert [int(line) for line in re.findall(r"line (\d+)", said)] == [2, 4, 5]  # a few, not all
+    found, _ = previewed(tmp_path, [{"input_ids": [4, 5, 6], "labels": [4, 5, 6]}, untrained])
+    (said,) = [text for text in found.warnings if "train no token" in text]
+    assert re.findall(r"line (\d+)", said) == ["2"]
+
+
 def test_the_command(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b c"}])
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
@@ -196,6 +209,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = run("--preview", "2")
     assert shown.returncode == 0
     assert "a|[b]|[c]|[<eos>]" in shown.stdout
+    assert "in [brackets] is trained" in shown.stdout.splitlines()[0]
     found = json.loads(run("--preview", "2", "--json").stdout.splitlines()[-1])
     assert [token["trained"] for token in found["examples"][0]["tokens"]] == [False, True, True, True]
     assert not list(tmp_path.glob("padfree-store*"))
