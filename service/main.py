@@ -54,6 +54,8 @@ def serve(settings: Settings) -> int:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.info("serving %s at http://%s:%d", settings.store, shown, port)
+    if settings.packing:  # answers to clients do not name them
+        log.info("sources may lie in %s", ", ".join(map(str, settings.data_roots)))
     gc.collect()
     gc.freeze()  # what was imported stays; to go through it again took a fifth of the time of 64 streams
     with _signals_end_in_order():

@@ -146,8 +146,9 @@ def _check_inside(path: Path, found: _Found, text: str) -> None:
     real = Path(os.path.realpath(path))
     if not any(real.is_relative_to(root) for root in found.roots):
         raise SourceError(
-            f"{text}: this leads out of the data folders of the service; "
-            "put the file into one of them, or start the service with the folder that holds it"
+            f"{text}: this leads out of the data folders of the service ({len(found.roots)}; --data-root, "
+            "PADFREE_DATA_ROOTS); put the file into one of them, or start the service with --data-root and "
+            "the folder that holds it"
         )
 
 

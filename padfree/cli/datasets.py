@@ -107,5 +107,7 @@ def _size(num_bytes: int) -> str:
 
 def _source(view: dict[str, Any]) -> str:
     paths = ((view.get("spec") or {}).get("source") or {}).get("paths") or ["-"]
+    if paths[0].startswith("dataset://"):  # packed anew; as short as ids are in this table
+        return paths[0][: len("dataset://") + 12]
     first = paths[0] if len(paths[0]) <= 48 else f"…{paths[0][-47:]}"
     return f"{first} and {len(paths) - 1} more" if len(paths) > 1 else first

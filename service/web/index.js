@@ -43,6 +43,11 @@ function stateCell(row, view) {
 function source(view) {
   const paths = view.spec && view.spec.source ? view.spec.source.paths : [];
   if (!paths.length) return "";
+  const packed = /^dataset:\/\/([0-9a-f]{32})$/.exec(paths[0]); // packed anew: by name where it is here and has one
+  if (packed) {
+    const from = views.find((one) => one.id === packed[1]);
+    return `dataset://${(from && from.name) || packed[1].slice(0, 12)}`;
+  }
   const last = paths[0].split("/").filter(Boolean).pop() || paths[0];
   return paths.length > 1 ? `${last} and ${paths.length - 1} more` : last;
 }
@@ -87,7 +92,9 @@ function showDatasets() {
     cell(row, age(view.created)).title = view.created || "";
     cell(row, source(view)).title = ((view.spec && view.spec.source.paths) || []).join("\n");
     rows.append(row);
-    for (const text of [view.error && view.error.detail, ...(view.warnings || [])].filter(Boolean)) {
+    // The report repeats what was known of the spec before, and adds what the rows brought.
+    const warnings = new Set([...(view.warnings || []), ...((view.report && view.report.warnings) || [])]);
+    for (const text of [view.error && view.error.detail, ...warnings].filter(Boolean)) {
       const more = document.createElement("tr");
       const why = more.insertCell();
       why.colSpan = 8;

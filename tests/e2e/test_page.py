@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packing_job import pack_document, spec_of, write_rows
 from packs import build_dataset, numbered_packs, start_dataset
 from serving import Server, running
 
@@ -53,3 +54,18 @@ def test_datasets_their_progress_and_the_command_for_the_newest(tmp_path: Path) 
     assert "<b>math" not in page
     names = ("later", r"'<b>math</b> it'\''s'")  # one of both: they are equally new
     assert element(page, "stream") in [f"padfree stream {name} --url {server.url}" for name in names]
+
+
+def test_warnings_of_the_report_and_the_source_of_what_is_packed_anew(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5] * size} for size in (3, 9)])
+    first = pack_document(store, spec_of(rows, None, name="base", packing={"max_tokens": 8}))
+    nameless = pack_document(store, spec_of(rows, None, packing={"max_tokens": 9}))
+    for source in (first, nameless):
+        again = spec_of([f"dataset://{source.job.dataset}"], None, packing={"max_tokens": 16})
+        pack_document(store, again)
+    with running(store) as server:
+        page = shown(server, tmp_path / "browser")
+    assert "1 of 2 rows (50%) are longer than max_tokens=8 and were cut" in html.unescape(page)
+    assert ">dataset://base<" in page
+    assert f">dataset://{nameless.job.dataset[:12]}<" in page

@@ -182,7 +182,10 @@ def test_nothing_outside_the_roots_is_read(tmp_path: Path, path: str) -> None:
     os.symlink(tmp_path / "out" / "secret.jsonl", root / "link.jsonl")
     os.symlink(tmp_path / "out", root / "linked")
     os.symlink(tmp_path / "out" / "secret.jsonl", root / "holds-a-link" / "c.jsonl")
-    with pytest.raises(SourceError, match="leads out of the data folders"):
+    with pytest.raises(
+        SourceError,
+        match=r"leads out of the data folders of the service \(1; --data-root, PADFREE_DATA_ROOTS",
+    ):
         resolve_inputs([path.format(out=tmp_path / "out")], roots=[root])
 
 
