@@ -1,11 +1,16 @@
-"""The stamp: fixed-width text in the header of every record batch message; checksum and length."""
+"""The stamp: fixed-width text in the header of every record batch message; checksum and length.
+
+The checksum is that of the whole message at rest, its own digits zeroed, XORed with `_said`: what the CRC-32
+of the other numbers differs by from that of zeros. At rest that is 0. So a server that writes the numbers of
+a stream into a message need not read its body to keep the checksum true of every byte.
+"""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from packer.shard.layout import ShardError
 
@@ -15,7 +20,9 @@ _ROOM_FORMAT = b"epoch=%08d step=%012d items=%012d done=%d"
 _STAMP_FORMAT = b"padfree1 crc32=%08x body=%012d " + _ROOM_FORMAT + b" pad=%d"
 _STAMP_LENGTH = len(_STAMP_FORMAT % (0, 0, 0, 0, 0, 0, 0))
 _ROOM_LENGTH = len(_ROOM_FORMAT % (0, 0, 0, 0))
+_CRC_AT, _CRC_LENGTH = len(_STAMP_MARK), 8  # from the start of the stamp
 _ROOM_AT = _STAMP_LENGTH - _ROOM_LENGTH - len(b" pad=0")  # from the start of the stamp
+_REST = zlib.crc32(_ROOM_FORMAT % (0, 0, 0, 0))
 _PATTERN = re.compile(
     rb"padfree1 crc32=([0-9a-f]{8}) body=(\d{12}) "
     rb"epoch=(\d{8}) step=(\d{12}) items=(\d{12}) done=([01]) pad=([01])"
@@ -78,12 +85,22 @@ def locate_stamp(header: bytes | bytearray | memoryview, *, hint: int = 0) -> tu
     return stamp, found.start()
 
 
+def _said(text: bytes) -> int:
+    """What the numbers of a stream, as text of the room, change in the checksum."""
+    return zlib.crc32(text) ^ _REST
+
+
+def _room(stamp: Stamp) -> bytes:
+    return _ROOM_FORMAT % (stamp.epoch, stamp.step, stamp.num_items, stamp.step_done)
+
+
 def stamped(header: bytes | memoryview, *, epoch: int, step: int, num_items: int, step_done: bool) -> bytes:
     """The header of a message at rest, as it goes out in a stream."""
     at = _find_stamp(header)
     rest = read_stamp(header)
+    text = stamp_text(epoch=epoch, step=step, num_items=num_items, step_done=step_done)
     stamp = Stamp(
-        crc32=rest.crc32,
+        crc32=rest.crc32 ^ _said(_room(rest)) ^ _said(text),
         body_bytes=rest.body_bytes,
         epoch=epoch,
         step=step,
@@ -95,8 +112,14 @@ def stamped(header: bytes | memoryview, *, epoch: int, step: int, num_items: int
 
 
 def stamp_text(*, epoch: int, step: int, num_items: int, step_done: bool) -> bytes:
-    """What the stamp of a message that goes out says beside its checksum and length: for `stamp_all`."""
-    return _ROOM_FORMAT % (epoch, step, num_items, step_done)
+    """What the stamp of a message that goes out says beside its checksum and length: for `stamp_all`.
+
+    Raises ShardError for numbers that have no room.
+    """
+    text = _ROOM_FORMAT % (epoch, step, num_items, step_done)
+    if len(text) != _ROOM_LENGTH:
+        raise ShardError(f"a stamp has no room for epoch {epoch}, step {step}, {num_items} items")
+    return text
 
 
 def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -> None:
@@ -112,15 +135,19 @@ def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -
             header_bytes = 8 + int.from_bytes(data[start + 4 : start + 8], "little")
             hint = _find_stamp(data[start : start + header_bytes])
             at = start + hint
-        # A text that is not of this length makes this a ValueError: memoryviews never grow.
-        data[at + _ROOM_AT : at + _ROOM_AT + _ROOM_LENGTH] = text
+        crc_at, room_at = at + _CRC_AT, at + _ROOM_AT
+        crc32 = int(bytes(data[crc_at : crc_at + _CRC_LENGTH]), 16)
+        crc32 ^= zlib.crc32(data[room_at : room_at + _ROOM_LENGTH]) ^ zlib.crc32(text)
+        data[crc_at : crc_at + _CRC_LENGTH] = b"%08x" % crc32
+        data[room_at : room_at + _ROOM_LENGTH] = text
 
 
 def _checksum(message: bytes | memoryview, at: int, stamp: Stamp) -> int:
+    """What the stamp's crc32 must be."""
     zeroed = _STAMP_FORMAT % (0, stamp.body_bytes, 0, 0, 0, 0, stamp.padding)
     crc = zlib.crc32(memoryview(message)[:at])
     crc = zlib.crc32(zeroed, crc)
-    return zlib.crc32(memoryview(message)[at + _STAMP_LENGTH :], crc)
+    return zlib.crc32(memoryview(message)[at + _STAMP_LENGTH :], crc) ^ _said(_room(stamp))
 
 
 def verify_message(
@@ -146,16 +173,7 @@ def seal(message: memoryview, stamp_of: Stamp) -> int:
     """Write checksum and length into the stamp of a fresh message, in place. Returns its header's bytes."""
     header_bytes = 8 + int.from_bytes(message[4:8], "little")
     at = _find_stamp(message[:header_bytes])
-    stamp = Stamp(body_bytes=len(message) - header_bytes, padding=stamp_of.padding)
-    message[at : at + _STAMP_LENGTH] = stamp.encode()
-    crc32 = _checksum(message, at, stamp)
-    message[at : at + _STAMP_LENGTH] = Stamp(
-        crc32=crc32,
-        body_bytes=stamp.body_bytes,
-        epoch=stamp_of.epoch,
-        step=stamp_of.step,
-        num_items=stamp_of.num_items,
-        step_done=stamp_of.step_done,
-        padding=stamp_of.padding,
-    ).encode()
+    stamp = replace(stamp_of, body_bytes=len(message) - header_bytes)
+    sealed = replace(stamp, crc32=_checksum(message, at, stamp))
+    message[at : at + _STAMP_LENGTH] = sealed.encode()
     return header_bytes

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -323,6 +324,29 @@ def test_stamping_what_is_no_message_is_told() -> None:
     good = bytearray(_message(random_packs(1))[0])
     with pytest.raises(ShardError, match="no padfree stamp"):
         shard.stamp_all(memoryview(good + bytes(400)), [0, len(good)], [text, text])
-    too_long = shard.stamp_text(epoch=0, step=10**12, num_items=1, step_done=True)
-    with pytest.raises(ValueError, match="different structures"):
-        shard.stamp_all(memoryview(good), [0], [too_long])
+    with pytest.raises(ShardError, match="no room for epoch 0, step 1000000000000"):
+        shard.stamp_text(epoch=0, step=10**12, num_items=1, step_done=True)
+
+
+@pytest.mark.parametrize("way", ["one", "all", "made"])
+def test_every_byte_of_a_stamp_that_was_sent_is_checked(way: str) -> None:
+    says: dict[str, Any] = {"epoch": 1, "step": 20, "num_items": 345, "step_done": True}
+    packs = random_packs(1)
+    message, header_bytes = _message(packs)
+    sent = bytearray(message)
+    if way == "one":
+        sent[:header_bytes] = shard.stamped(bytes(message[:header_bytes]), **says)
+    elif way == "all":
+        shard.stamp_all(memoryview(sent), [0], [shard.stamp_text(**says)])
+    else:
+        sent = bytearray(shard.encode_message(packs, stamp=Stamp(**says)))
+    stamp = shard.verify_message(sent, header_bytes)
+    assert (stamp.epoch, stamp.step, stamp.num_items, stamp.step_done) == (1, 20, 345, True)
+    at = bytes(sent).index(b"padfree1 crc32=")
+    for place in range(at, at + len(stamp.encode())):
+        for other in b"0123456789abcdef":
+            damaged = bytearray(sent)
+            if damaged[place] != other:
+                damaged[place] = other
+                with pytest.raises(ShardError):
+                    shard.verify_message(damaged, header_bytes)

@@ -51,6 +51,7 @@ class FakeService:
         self.chunked = chunked
         self.faults: list[Fault] = []
         self.always: Fault | None = None  # when no fault is left
+        self.names: str | None = None  # the dataset that its streams say they are of, if another
         self.requests: list[dict[str, str]] = []  # queries of stream requests
         self.connections: set[int] = set()  # client ports that asked for a stream
         self.problem: tuple[int, dict[str, Any]] | None = None  # answered to every stream request
@@ -193,7 +194,7 @@ class _Body:
 
     def send(self, manifest: Manifest, query: dict[str, str]) -> None:
         try:
-            self._write(shard.schema_message(manifest.dataset))
+            self._write(shard.schema_message(self._handler.fake.names or manifest.dataset))
             for index, message in enumerate(_messages(self._handler.fake, manifest, query)):
                 if self._fault.end_after_steps == index // int(query["packs_per_step"]):
                     break

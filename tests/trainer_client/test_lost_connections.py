@@ -241,14 +241,23 @@ def test_what_will_not_get_better_is_not_tried_again(tmp_path: Path, dataset: st
             next(iter(PackedStream(f"{service.url}/elsewhere", dataset=dataset)))
 
 
-def test_a_stream_of_another_dataset_is_refused(tmp_path: Path, dataset: str, monkeypatch: Any) -> None:
-    from packer import shard
-
+def test_a_stream_of_another_dataset_is_refused(tmp_path: Path, dataset: str) -> None:
     with FakeService(tmp_path) as service:
-        other = shard.schema_message("another")
-        monkeypatch.setattr(shard, "schema_message", lambda _: other)
-        with pytest.raises(StreamRefused, match=rf"{dataset}.*'another'"):
+        service.names = "another"
+        with pytest.raises(DataDamaged, match=rf"another schema than that of dataset {dataset}.*one release"):
             next(iter(PackedStream(service.url, dataset=dataset)))
+        assert len(service.requests) == 5
+
+
+def test_any_damage_to_the_schema_is_tried_again(tmp_path: Path, dataset: str) -> None:
+    seen = []
+    with FakeService(tmp_path) as service:
+        for place in range(0, len(schema_message(dataset)), 3):
+            service.faults = [Fault(flip_byte=place)]
+            stream = PackedStream(service.url, dataset=dataset, timeout_s=3)
+            seen.append(next(iter(stream)).example_ids.tolist())
+            stream.close()
+    assert seen == [[0]] * len(seen)
 
 
 # ------------------------------------------------------------------ the end of a process
