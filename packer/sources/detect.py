@@ -71,6 +71,12 @@ def detect_format(
                 _check_alike(inputs, name, format, fields, max_unpacked_bytes)
             return format, fields
     seen = list(dict.fromkeys(key for record in sample for key in record))
+    absent = _absent(formats, source.fields, sample)
+    if absent:
+        raise SourceError(
+            f"{name}: required is the field {' and '.join(absent)}, which source.fields names and none "
+            f"of the first records has; found {_listed(seen)}; name one that is there"
+        )
     wanted = "; or ".join(f"{' and '.join(REQUIRED[format])} ({format})" for format in formats)
     raise SourceError(
         f"{name}: required are the fields {wanted}; found {_listed(seen)}; "
@@ -156,6 +162,18 @@ def _mapping(
     for ours in OPTIONAL.get(format, ()):
         fields[ours] = given.get(ours, ours)
     return fields
+
+
+def _absent(
+    formats: Sequence[Format], given: Mapping[str, str], sample: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Required fields that the user mapped to a name which no record of the sample has."""
+    required = {ours for format in formats for ours in REQUIRED[format]}
+    return [
+        f"{theirs!r} (for {ours})"
+        for ours, theirs in given.items()
+        if ours in required and not _values(theirs, sample)
+    ]
 
 
 def _values(name: str, sample: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from padfree import __version__
 from padfree.cli import datasets, estimate, inspect, pack, serve, stream, verify
 from padfree.cli.common import CommandError
+from padfree.cli.flags import with_flags
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return args.run(args)
     except CommandError as error:
-        print(f"padfree {args.verb}: {error}", file=sys.stderr)
+        print(f"padfree {args.verb}: {with_flags(str(error))}", file=sys.stderr)
         return error.status
     except ModuleNotFoundError as error:
         extra = "trainer" if error.name == "torch" else "service"
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Ours say what to do; any other is a fault of padfree and keeps its traceback.
         if not type(error).__module__.startswith(("packer.", "trainer_client.", "service.")):
             raise
-        print(f"padfree {args.verb}: {error}", file=sys.stderr)
+        print(f"padfree {args.verb}: {with_flags(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"padfree {args.verb}: stopped", file=sys.stderr)

@@ -93,7 +93,12 @@ def spec_document(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _numbers(text: str) -> int | list[int]:
-    numbers = [int(number) for number in text.split(",")]
+    try:
+        numbers = [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"a whole number is required, or several with commas between (2048,8192), found {text!r}"
+        ) from None
     return numbers if len(numbers) > 1 else numbers[0]
 
 

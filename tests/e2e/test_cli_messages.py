@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import re
 import socket
@@ -12,7 +14,11 @@ import pytest
 from packs import build_dataset, numbered_packs
 from serving import running
 
+from packer.runners import InlineRunner
+from packer.spec import parse_spec
 from padfree.cli import main
+from padfree.cli.flags import FLAGS, with_flags
+from padfree.cli.spec_options import add_spec_options
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tokenizer"
 
@@ -91,3 +97,68 @@ def test_estimate_and_report_say_the_same_of_the_same_rows(tmp_path: Path, capsy
     table, _, below = estimated.rpartition("\n\n")
     assert re.search(r"^wrapped( +-){6}$", table, re.MULTILINE)
     assert re.search("^wrapped: .+", below, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("field", "column"), [("messages=conv", "'conv' (for messages)"), ("prompt=questions", "'questions'")]
+)
+def test_a_column_that_is_not_there_is_named(tmp_path: Path, capsys: Any, field: str, column: str) -> None:
+    source = tmp_path / "rows.jsonl"
+    row = {"question": "a", "answer": "b", "conversation": [{"role": "user", "content": "a"}]}
+    source.write_text(json.dumps(row) + "\n")
+    said = told(capsys, "pack", source, "--tokenizer", TOKENIZER, "--field", field, status=1)
+    assert column in said
+    assert "found 'question', 'answer', 'conversation'" in said
+    assert "source.fields (--field)" in said
+
+
+def test_a_number_that_is_none_says_what_is_required(capsys: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["pack", "rows.jsonl", "--max-tokens", "1k"])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "--max-tokens: a whole number is required" in said
+    assert "found '1k'" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--max-tokens", 0], "packing.max_tokens (--max-tokens):"),
+        (["--on-bad-row", "drop"], "source.on_bad_row (--on-bad-row):"),
+        (["--loss", "none"], "loss (--loss):"),
+        ([], 'or set source.on_bad_row (--on-bad-row) to "skip"'),
+    ],
+)
+@pytest.mark.parametrize("where", ["here", "service"])
+def test_errors_name_the_option_beside_the_field(
+    tmp_path: Path, capsys: Any, options: list[Any], says: str, where: str
+) -> None:
+    source = rows_with_bad_ones(tmp_path)
+    command = ["pack", source, "--tokenizer", TOKENIZER, *options]
+    status = 2 if options else 1
+    if where == "here":
+        said = told(capsys, *command, "--store", tmp_path / "store", status=status)
+    else:
+        with running(tmp_path / "store", runner=InlineRunner(), data_roots=(tmp_path, TOKENIZER)) as server:
+            said = told(capsys, *command, "--url", server.url, status=status)
+    assert says in said
+
+
+def test_every_field_that_has_an_option_is_known_by_it() -> None:
+    document = dataclasses.asdict(parse_spec({"source": {"paths": ["a"]}, "tokenizer": {"path": "b"}}))
+    fields = {
+        f"{name}.{inner}" if inner else name
+        for name, value in document.items()
+        for inner in (value if isinstance(value, dict) else [""])
+    }
+    assert fields - {"tokenizer.revision"} == set(FLAGS)
+    parser = argparse.ArgumentParser()
+    add_spec_options(parser)
+    options = set(re.findall(r"--[a-z-]+", parser.format_help())) - {"--help"}
+    assert options == set(FLAGS.values()) - {"SOURCE"}
+
+
+@pytest.mark.parametrize("text", ["/data/source.paths/x", "packing.max_tokens_2", "the loss: 3", "loss of a"])
+def test_what_is_no_field_is_left_as_it_is(text: str) -> None:
+    assert with_flags(text) == text
