@@ -11,6 +11,7 @@ venv: $(VENV)/.complete
 # hashed file; its version does. Some packages in that file ask for torch, hence --no-deps: the file is
 # whole but for torch.
 $(VENV)/.complete: requirements.txt requirements-torch.txt pyproject.toml
+	@echo "Installing the packages of requirements.txt into $(VENV): some minutes, and quiet, the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes --no-deps \
 	  -r requirements.txt
