@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from packer.runners import InlineRunner, Runner
+from packer.store import StoreError, is_url, open_store
 from service import logs
 from service.app import create_app
 from service.settings import Settings, SettingsError
@@ -49,6 +52,7 @@ def serve(settings: Settings) -> int:
     logs.configure(settings)
     if missing := [str(root) for root in settings.data_roots if not root.is_dir()]:
         raise SettingsError(f"PADFREE_DATA_ROOTS (--data-root): no such folder: {', '.join(missing)}")
+    check_store(settings)
     listener = bind(settings)
     app = create_app(settings, runner_for(settings))
     host, port = listener.getsockname()[:2]
@@ -61,6 +65,30 @@ def serve(settings: Settings) -> int:
     with _signals_end_in_order():
         server_for(app, settings).run(sockets=[listener])
     return 0
+
+
+def check_store(settings: Settings) -> None:
+    """Raise SettingsError for a folder that can never be this service's store.
+
+    What may yet come does not keep it from starting: an object store, room on a disk, the folder of a
+    replica that only serves. /readyz tells of those.
+    """
+    if is_url(settings.store):
+        return
+    required = "PADFREE_STORE (--store): a folder that this user may " + (
+        "write" if settings.packing else "read"
+    )
+    root = Path(settings.store)
+    if settings.packing:
+        try:
+            open_store(root).probe()
+        except StoreError as error:
+            if error.is_lasting:
+                why = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+                raise SettingsError(f"{required} is required, found {root} ({why}); name another") from error
+            log.warning("the store cannot be written now: %s", error)
+    elif os.path.lexists(root) and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
+        raise SettingsError(f"{required} is required, found {root}; name another")
 
 
 def server_for(app: FastAPI, settings: Settings) -> uvicorn.Server:

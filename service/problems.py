@@ -154,6 +154,15 @@ def no_space(detail: str) -> Problem:
     return Problem("no-space", 507, "No space left", detail)
 
 
+def store_unusable() -> Problem:
+    detail = (
+        "the service may not write its store, and that does not pass by itself: whoever runs it must make the "
+        "store's folder writable for it, or start it with another (--store, PADFREE_STORE); its log "
+        "names the file"
+    )
+    return Problem("store-unusable", 500, "The store cannot be used", detail)
+
+
 def unsatisfiable_range(num_bytes: int, headers: Mapping[str, str]) -> Problem:
     return Problem(
         "range-not-satisfiable",
@@ -181,6 +190,8 @@ def from_store_error(error: OSError) -> Problem:
     """A store that cannot be read or written, as an answer that names no path of this machine."""
     if isinstance(error, NoSpaceLeft):
         return no_space("no space is left in the store: make room there and send the request again")
+    if isinstance(error, StoreError) and error.is_lasting:
+        return store_unusable()
     return transient("the store cannot be read or written now; the service's log says why")
 
 

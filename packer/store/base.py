@@ -7,9 +7,20 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
+
 
 class StoreError(OSError):
     """The store could not be read or written."""
+
+    def __str__(self) -> str:
+        """The text alone: it says in words what the number of the error does."""
+        return self.strerror or super().__str__()
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it stays so until someone changes the store's folder or its rights."""
+        return self.errno in _LASTING
 
 
 class NoSpaceLeft(StoreError):
@@ -143,11 +154,17 @@ def parts_of(key: str) -> list[str]:
     return parts
 
 
-def not_written(error: OSError, path: Path) -> StoreError:
-    """The error of the operating system at writing `path`, as the store's."""
+def not_written(error: OSError, path: Path, store: Path | None = None) -> StoreError:
+    """The error of the operating system at writing `path`, as the store's. `store`: its folder, if any."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpaceLeft(
             error.errno,
             f"no space left to write {path.name} in {path.parent}: make room, then post the dataset again",
         )
-    return StoreError(error.errno, f"cannot write {path}: {error.strerror}")
+    text = f"cannot write {path}: {error.strerror}"
+    if store is not None:
+        text += (
+            f"; the store {store} must be a folder that this user may write: make it so, or choose "
+            "another (--store, PADFREE_STORE)"
+        )
+    return StoreError(error.errno, text)

@@ -106,9 +106,13 @@ class LocalStore:
         `is_locked`, which holds it for an instant.
         """
         path = self.path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            opened = open(path, "ab")  # noqa: SIM115  # closed below
+        except OSError as error:
+            raise not_written(error, path, self.root) from error
         until = time.monotonic() + wait_s
-        with open(path, "ab") as file:
+        with opened as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,7 +145,7 @@ class LocalStore:
             path.write_bytes(b"")
             path.unlink()
         except OSError as error:
-            raise not_written(error, path) from error
+            raise not_written(error, path, self.root) from error
 
     def space(self) -> tuple[int, int]:
         return space_of(self.root)
@@ -184,7 +188,7 @@ class LocalStaged:
             if durable:
                 _sync_folder(path.parent)
         except OSError as error:
-            raise not_written(error, path) from error
+            raise not_written(error, path, self._store.root) from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a full disk, again
@@ -193,7 +197,7 @@ class LocalStaged:
             self.path.unlink(missing_ok=True)
 
     def _not_written(self, error: OSError) -> OSError:
-        return not_written(error, self.path.parent / self._name)
+        return not_written(error, self.path.parent / self._name, self._store.root)
 
     def __enter__(self) -> LocalStaged:
         return self

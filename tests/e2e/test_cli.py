@@ -180,6 +180,8 @@ def test_estimate_foretells_what_packing_gives(tmp_path: Path) -> None:
         (["verify", "no-such-store"], 2, "no-such-store"),
         (["datasets", "--url", "http://127.0.0.1:9"], 1, "no padfree service answers"),
         (["serve", "--data-root", "no-such-folder"], 2, "no-such-folder"),
+        (["serve", "--store", GSM8K], 2, r"\(--store\): a folder .* is required, found .*gsm8k"),
+        (["pack", GSM8K, "--tokenizer", TOKENIZER, "--store", GSM8K], 1, r"the store \S*gsm8k.*--store"),
         (["nonsense"], 2, "nonsense"),
     ],
 )

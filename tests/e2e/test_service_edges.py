@@ -8,6 +8,7 @@ import socket
 import threading
 
 import pytest
+from packing_job import write_rows
 from packs import build_dataset, numbered_packs, start_dataset
 from serving import messages, packs_by_arrow, running, spawned, wait_for
 
@@ -279,3 +280,15 @@ def test_f43_a_request_that_outlasts_the_patience_is_told_and_leaves_no_tracebac
         told = server.process.stderr.read()
         assert b"POST /v1/uploads is given up: the service stops" in told
         assert b"Traceback" not in told
+
+
+def test_a_store_that_cannot_be_written_is_not_to_be_tried_again(tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6, 7]}])
+    body = json.dumps({"source": {"paths": [str(rows)]}}).encode()
+    (tmp_path / "store").write_text("no folder")
+    with running(tmp_path / "store", runner=InlineRunner(), data_roots=(tmp_path,)) as server:
+        answer = server.request("POST", "/v1/datasets", body=body)
+    assert (answer.status, answer.json["type"]) == (500, "urn:padfree:problem:store-unusable")
+    assert "--store" in answer.json["detail"]
+    assert str(tmp_path) not in answer.json["detail"]
+    assert "retry-after" not in answer.headers

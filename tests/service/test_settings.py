@@ -1,7 +1,13 @@
 """Settings from the environment and from arguments."""
 
+import errno
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
+from service.main import check_store
 from service.settings import Settings, SettingsError
 
 
@@ -46,3 +52,27 @@ def test_a_wrong_setting_is_named(name, value):
 
 def test_tokens_do_not_show_when_settings_are_printed():
     assert "secret" not in repr(Settings.from_environment({"PADFREE_TOKENS": "secret"}))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_store_that_can_never_be_used_is_refused(tmp_path, packing):
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    for store in (file, file / "below") if packing else (file,):
+        with pytest.raises(SettingsError, match=rf"\(--store\): a folder .* is required, found {store}"):
+            check_store(Settings.from_environment({}, store=store, packing=packing))
+    check_store(Settings.from_environment({}, store=tmp_path / "new", packing=packing))
+    check_store(Settings.from_environment({}, store="s3://bucket/may-come-later", packing=packing))
+
+
+@pytest.mark.parametrize(
+    ("number", "refused"), [(errno.EACCES, True), (errno.EROFS, True), (errno.EIO, False)]
+)
+def test_a_store_that_may_come_back_is_waited_for(tmp_path, monkeypatch, number, refused):
+    def write_bytes(path, data):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    settings = Settings.from_environment({}, store=tmp_path)
+    with pytest.raises(SettingsError, match=os.strerror(number)) if refused else nullcontext():
+        check_store(settings)
