@@ -156,8 +156,8 @@ def no_space(detail: str) -> Problem:
 
 def store_unusable() -> Problem:
     detail = (
-        "the service may not write its store, and that does not pass by itself: whoever runs it must make the "
-        "store's folder writable for it, or start it with another (--store, PADFREE_STORE); its log "
+        "the service may not write its store, and that does not pass by itself: whoever runs it must make "
+        "the store's folder writable for it, or start it with another (--store, PADFREE_STORE); its log "
         "names the file"
     )
     return Problem("store-unusable", 500, "The store cannot be used", detail)
