@@ -258,10 +258,16 @@ def test_partitions_cover_all_positions_once(
             assert all(span.mark[0] <= span.start for span in partition.spans)
 
 
-def test_the_first_partitions_are_small_and_grow() -> None:
+@pytest.mark.parametrize(
+    ("total", "sizes"),
+    [
+        (400, [1, 2, 4, 8, 16, *[25] * 13, 44]),  # a sixteenth at most, so that workers share it
+        (2000, [1, 2, 4, 8, 16, 32, *[64] * 29, 81]),  # and never more than 64 MiB
+    ],
+)
+def test_the_first_partitions_are_small_and_grow(total: int, sizes: list[int]) -> None:
     mib = 1 << 20
-    partitions = cut([index_of([mib] * 400)], shuffle_seed=None)
-    assert [p.stop - p.start for p in partitions] == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64, 81]
-    shuffled = cut([index_of([mib] * 400)], shuffle_seed=1)
-    assert [p.stop - p.start for p in shuffled] == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64, 81]
+    for seed in (None, 1):
+        partitions = cut([index_of([mib] * total)], shuffle_seed=seed)
+        assert [p.stop - p.start for p in partitions] == sizes
     assert cut([index_of([])], shuffle_seed=None) == []
