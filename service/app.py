@@ -49,12 +49,17 @@ def create_app(settings: Settings, runner: Runner | Callable[[], Runner] | None)
         lifespan=_lifespan,
     )
     app.state.padfree = service
-    for part in (uploads, previews, datasets, events, shards, stream, reports, steps, health):
+    parts = (uploads, previews, datasets, events, shards, stream, reports, steps, health)
+    for part in parts:
         app.include_router(part.router)
     _add_pages(app)
     problems.install(app)
     # The one added last is outermost: a refused request has an id and a log line too.
-    app.add_middleware(DatasetNames, find=service.find_dataset)
+    app.add_middleware(
+        DatasetNames,
+        find=service.find_dataset,
+        routes=[route for part in parts for route in part.router.routes],
+    )
     app.add_middleware(BearerTokens, tokens=settings.tokens)
     app.add_middleware(RequestContext, metrics=service.metrics, stopping=service.stopping)
     return app

@@ -36,7 +36,7 @@ router = APIRouter(prefix="/v1", tags=["datasets"])
     response_model=DatasetView,
     responses={
         200: {"model": DatasetView, "description": "Known already: no work is done twice"},
-        **problems.documented(400, 401, 413, 422, 507),
+        **problems.documented(400, 401, 405, 413, 422, 500, 507),
     },
     openapi_extra={
         "requestBody": {
@@ -108,7 +108,7 @@ async def views_of_all(service: Service) -> list[dict[str, Any]]:
 @router.get(
     "/datasets/{dataset}",
     response_model=DatasetView,
-    responses=problems.documented(401, 404),
+    responses=problems.documented(401, 404, 409),
     dependencies=[Depends(known_parameters_only)],
 )
 async def get_dataset(
@@ -127,7 +127,7 @@ async def get_dataset(
     "/datasets/{dataset}",
     status_code=204,
     response_class=Response,
-    responses=problems.documented(401, 404, 503),
+    responses=problems.documented(401, 404, 409, 503),
 )
 async def delete_dataset(
     dataset: str,

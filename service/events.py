@@ -35,7 +35,7 @@ router = APIRouter(prefix="/v1", tags=["datasets"])
     response_class=Response,
     responses={
         200: {"content": {MEDIA_TYPE: {}}, "description": "Server-sent events; data: a dataset view"},
-        **problems.documented(401, 404),
+        **problems.documented(401, 404, 409),
     },
     dependencies=[Depends(known_parameters_only)],
 )

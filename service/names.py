@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from packer.names import AmbiguousName, UnknownName, is_id
@@ -18,8 +19,10 @@ class DatasetNames:
     What nobody is called is left as it is: the route answers that it is unknown.
     """
 
-    def __init__(self, app: ASGIApp, *, find: Callable[[str], Awaitable[str]]) -> None:
-        self._app, self._find = app, find
+    def __init__(
+        self, app: ASGIApp, *, find: Callable[[str], Awaitable[str]], routes: Sequence[BaseRoute]
+    ) -> None:
+        self._app, self._find, self._routes = app, find, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_PREFIX):
@@ -32,9 +35,18 @@ class DatasetNames:
                 except UnknownName:
                     pass
                 except AmbiguousName as error:
+                    self._note_route(scope)
                     await problems.ambiguous_dataset(str(error)).response()(scope, receive, send)
                     return
                 except OSError as error:
+                    self._note_route(scope)
                     await problems.from_store_error(error).response()(scope, receive, send)
                     return
         await self._app(scope, receive, send)
+
+    def _note_route(self, scope: Scope) -> None:
+        """Tell which route the request was for, to be counted under: it is answered before it gets there."""
+        for route in self._routes:
+            if route.matches(scope)[0] is Match.FULL:
+                scope["route"] = route
+                return

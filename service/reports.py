@@ -38,7 +38,7 @@ class StreamReport(BaseModel):
     "/datasets/{dataset}/streams",
     status_code=204,
     response_class=Response,
-    responses=problems.documented(401, 404, 413, 422),
+    responses=problems.documented(401, 404, 409, 413, 422),
     openapi_extra={
         "requestBody": {
             "required": True,

@@ -35,7 +35,7 @@ router = APIRouter(prefix="/v1", tags=["shards"])
 @router.get(
     "/datasets/{dataset}/shards",
     response_model=ShardPage,
-    responses=problems.documented(401, 404, 422),
+    responses=problems.documented(401, 404, 409, 422),
     dependencies=[Depends(known_parameters_only)],
 )
 async def list_shards(

@@ -39,6 +39,12 @@ def test_paths_take_names_and_beginnings(stores):
         assert first in both.json["detail"]
         assert second in both.json["detail"]
         assert both.json["request_id"] == "which"
+        lines = server.get("/metrics").body.decode().splitlines()
+        counted = [
+            line for line in lines if line.startswith("padfree_http_requests_total") and '"409"' in line
+        ]
+        assert len(counted) == 1
+        assert 'route="/v1/datasets/{dataset}/stream"' in counted[0]
         assert server.request("DELETE", f"/v1/datasets/{first[:12]}").status == 204
         assert server.get("/v1/datasets/same").json["id"] == second
 

@@ -197,6 +197,16 @@ def test_openapi_documents_every_call(server):
     names = {one["name"] for one in document["paths"][f"{one}/stream"]["get"]["parameters"]}
     assert names >= {"rank", "world_size", "packs_per_step", "epoch", "start", "offset", "tail", "batches"}
     assert document["paths"]["/v1/datasets"]["post"]["requestBody"]
+    assert {"405", "500", "507"} <= set(document["paths"]["/v1/datasets"]["post"]["responses"])
+    # Wherever a name may stand it may be that of several datasets.
+    answers = {
+        (method, path): operation["responses"]
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        if path.startswith(one)
+    }
+    assert len(answers) > 6
+    assert [call for call, found in answers.items() if not {"404", "409"} <= set(found)] == []
 
 
 def test_metrics_count_what_was_served(tmp_path):
