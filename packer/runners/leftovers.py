@@ -15,10 +15,12 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 _PREFIX = "padfree-ray-"
 _VARIABLE = "PADFREE_RAY_FOLDER"
+_PATIENCE_S = 10.0
 
 
 def make_folder() -> str:
@@ -34,10 +36,14 @@ def make_folder() -> str:
 
 def remove(folder: str) -> None:
     """End what carries the mark of this process's folder, and remove it. Again: nothing happens."""
-    if not os.path.isdir(folder):
-        return
-    _end(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    until = time.monotonic() + _PATIENCE_S
+    while os.path.isdir(folder):
+        _end(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > until:
+            break
+        # A Ray that is still starting writes into it meanwhile, and may have begun one more process.
+        time.sleep(0.05)
     atexit.unregister(remove)
 
 
