@@ -64,6 +64,7 @@ def serve(settings: Settings) -> int:
     gc.freeze()  # what was imported stays; to go through it again took a fifth of the time of 64 streams
     with _signals_end_in_order():
         server_for(app, settings).run(sockets=[listener])
+    log.info("stopped")
     return 0
 
 

@@ -32,6 +32,11 @@ from packer.runners.base import Done, WorkerDied
 
 log = logging.getLogger("padfree.worker")
 
+# Ray warns that it leaves SIGTERM alone where a thread joins its cluster, as one does here: that is meant.
+logging.getLogger("ray._private.worker").addFilter(
+    lambda record: not record.getMessage().startswith("SIGTERM handler is not set")
+)
+
 # One task a core: the libraries' own threads would only get in each other's way.
 _WORKER_ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 _OBJECT_STORE_BYTES = 256 << 20  # tasks return metadata; shards go to the store

@@ -253,7 +253,9 @@ def test_f43_a_waiting_stream_is_cut_not_ended(tmp_path, number):
             response.read()
         connection.close()
         assert server.process.wait(10) == 0
-        assert b"Traceback" not in server.process.stderr.read()
+        said = server.process.stderr.read().decode()
+        assert "Traceback" not in said
+        assert said.splitlines()[-1].endswith("padfree.service: stopped")
 
 
 def test_a_long_poll_ends_with_the_service(tmp_path):
