@@ -52,6 +52,7 @@ class PackedDataset(IterableDataset):
     def loader(self, **options: Any) -> DataLoader:
         """A DataLoader over this dataset, one batch at a time, that keeps the dataset where the loop is, and
         that accelerator.prepare() hands through as it is. options: of DataLoader, for example num_workers."""
+        self._refuse_workers(options.get("num_workers", 0))
         return _Loader(_WithStates(self), batch_size=None, **options)
 
     def __iter__(self) -> Iterator[Any]:
@@ -80,8 +81,9 @@ class PackedDataset(IterableDataset):
                 "prepare(), or make it with PackedDataset.loader(), which prepare() hands through as it is"
             )
 
-    def _lane(self, worker: int, num_workers: int) -> Iterator[PackedBatch]:
-        if self._stream._device is not None:
+    def _refuse_workers(self, num_workers: int) -> None:
+        """Raise where workers cannot do what the stream was asked for."""
+        if num_workers and self._stream._device is not None:
             raise ValueError(
                 "device: None is required with num_workers > 0 (workers must not touch it), found "
                 f"{self._stream._device}; use num_workers=0, the stream reads ahead by itself"
@@ -92,6 +94,9 @@ class PackedDataset(IterableDataset):
                 f"found {self._stream._split.micro_batches}; use one worker, or none: the stream reads ahead "
                 "by itself"
             )
+
+    def _lane(self, worker: int, num_workers: int) -> Iterator[PackedBatch]:
+        self._refuse_workers(num_workers)
         if self._began is None:
             self._stream._go_on()
             self._began = self._stream.state_dict()

@@ -164,6 +164,6 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
         list(PackedStream(tmp_path, dataset=dataset, world_size=2, micro_batches=3))
     packed = PackedDataset(tmp_path, dataset=dataset, micro_batches=2)
     with pytest.raises(ValueError, match="use one worker, or none"):
-        list(packed.loader(num_workers=2))
+        packed.loader(num_workers=2)
     alone = DataLoader(packed, batch_size=None, num_workers=1)
     assert [one.example_ids[0] for one in alone] == [0, 1, 2, 3]
