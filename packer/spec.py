@@ -16,13 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from packer.naming import name_fault
 from packer.packing import ONE_CAPACITY
 from packer.shard import FORMAT_VERSION
 
 # Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
-ENGINE_VERSION = 3
+ENGINE_VERSION = 4
 
 MAX_TOKENS_LIMIT = 1 << 24
+MOST_CAPACITIES = 64  # of max_tokens as a list
+_JOINABLE = ("text", "prompt", "completion")  # fields that are texts
 
 Format = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
 OnBadRow = Literal["fail", "skip"]
@@ -131,6 +134,27 @@ class Job:
 
 def parse_spec(document: Any) -> Spec:
     """Check a JSON document and give its Spec. Raises SpecError for the first wrong field."""
+    spec = stored_spec(document)
+    if fault := name_fault(spec.name):
+        raise SpecError("name", fault)
+    for ours, theirs in spec.source.fields.items():
+        if "+" in theirs and ours not in _JOINABLE:
+            raise SpecError(
+                "source.fields",
+                f'"+" joins texts ({", ".join(_JOINABLE)}), found {_shown(theirs)} for {ours}; name one '
+                "field of the source, or put them together there",
+            )
+    if len(spec.packing.capacities) > MOST_CAPACITIES:
+        raise SpecError(
+            "packing.max_tokens",
+            f"a list of at most {MOST_CAPACITIES} is required, found {len(spec.packing.capacities)}; leave "
+            "some out: an example goes into the smallest that holds it",
+        )
+    return spec
+
+
+def stored_spec(document: Any) -> Spec:
+    """A spec that was accepted once, maybe by an earlier release, which allowed more. Raises SpecError."""
     spec: Spec = _parse(Spec, document, "")
     spec = dataclasses.replace(spec, packing=_in_order(spec.packing))
     packing = spec.packing
@@ -362,7 +386,7 @@ def job_from_document(document: Mapping[str, Any]) -> Job:
     """The inverse of `job_to_document`."""
     return Job(
         dataset=document["dataset"],
-        spec=parse_spec(document["spec"]),
+        spec=stored_spec(document["spec"]),
         inputs=tuple(InputFile(**i) for i in document["inputs"]),
         tokenizer_digest=document["tokenizer_digest"],
         ignored=tuple(document["ignored"]),

@@ -94,9 +94,15 @@ class Batcher:
         if ids is not None:
             self._add_ids(places, ids, batch.nbytes)
             return
-        pick = self._pick
-        rows = [row if isinstance(row, RowFault) else pick(row) for row in tabular.rows_of(batch)]
+        rows = [self._picked(row) for row in tabular.rows_of(batch)]
         self._add(places, rows, range(len(rows)), 0)
+
+    def _picked(self, row: dict[str, Any] | RowFault) -> dict[str, Any] | RowFault:
+        """The fields of a table's row, or why it cannot be read."""
+        try:
+            return row if isinstance(row, RowFault) else self._pick(row)
+        except RowFault as fault:
+            return fault
 
     def _slowly(self, raw: bytes | TooLong, layout: Layout) -> dict[str, Any] | RowFault:
         """A record that the short way did not read, or why it cannot be read."""

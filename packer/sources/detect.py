@@ -177,7 +177,16 @@ def _absent(
 
 
 def _values(name: str, sample: Sequence[Mapping[str, Any]]) -> list[Any]:
-    return [value for record in sample if not is_missing(value := find(record, name))]
+    """What stands under a source name; None where it is there and of a wrong type, its row's fault."""
+    values = []
+    for record in sample:
+        try:
+            value = find(record, name)
+        except RowFault:
+            value = None
+        if not is_missing(value):
+            values.append(value)
+    return values
 
 
 def _looks_like(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bool:

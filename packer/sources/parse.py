@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 _EXCERPT = 40
@@ -90,7 +91,14 @@ def excerpt(text: str) -> str:
 
 def kind(value: Any) -> str:
     """What a JSON value is, in words."""
-    names = {list: "a list", str: "a text", type(None): "null", bool: "true or false", dict: "an object"}
+    names = {
+        list: "a list",
+        np.ndarray: "a list",
+        str: "a text",
+        type(None): "null",
+        bool: "true or false",
+        dict: "an object",
+    }
     return names.get(type(value), "a number")
 
 
@@ -99,7 +107,7 @@ class FieldPicker:
 
     A source name is a key, else a dotted path (`r.b`), else several of these joined by "+" (texts with
     a blank line between them; empty and missing ones are left out). A field that is not there is
-    left out of the row.
+    left out of the row. Raises RowFault where what is to be joined is no text.
     """
 
     def __init__(self, fields: Mapping[str, str]) -> None:
@@ -120,11 +128,11 @@ def _is_path(name: str) -> bool:
 
 
 def find(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a source name in a record; `is_missing` tells whether there was one."""
+    """The value of a source name in a record; `is_missing` tells whether there was one. Raises RowFault."""
     if name in record:
         return record[name]
     if JOIN in name:
-        return _joined([find(record, part) for part in name.split(JOIN)])
+        return _joined(name, [(part, find(record, part)) for part in name.split(JOIN)])
     value: Any = record
     for key in name.split("."):
         if not isinstance(value, Mapping) or key not in value:
@@ -137,14 +145,18 @@ def is_missing(value: Any) -> bool:
     return value is _MISSING
 
 
-def _joined(parts: list[Any]) -> Any:
-    if is_missing(parts[0]):
+def _joined(name: str, parts: Sequence[tuple[str, Any]]) -> Any:
+    """The texts of several fields as one. Raises RowFault where one is no text: the others would be lost."""
+    if is_missing(parts[0][1]):
         return _MISSING
-    parts = [part for part in parts if not is_missing(part) and part is not None]
-    for part in parts:
-        if not isinstance(part, str):
-            return part  # the renderer says what it found and what is wanted
-    return "\n\n".join(part for part in parts if part) if parts else None
+    found = [(part, value) for part, value in parts if not is_missing(value) and value is not None]
+    for part, value in found:
+        if not isinstance(value, str):
+            raise RowFault(
+                f"texts are required to be joined as {name!r}, found {kind(value)} in {part!r}; "
+                "name one field"
+            )
+    return "\n\n".join(value for _, value in found if value) if found else None
 
 
 def roots(fields: Mapping[str, str]) -> frozenset[str]:

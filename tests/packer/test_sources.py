@@ -375,6 +375,48 @@ def test_fields_are_keys_dotted_paths_or_joined(tmp_path: Path) -> None:
     assert [row["prompt"] for row in out.rows] == ["do\n\nthis", "do", "do"]
 
 
+MIXED = [
+    {"i": "do", "x": "this", "o": "1"},
+    {"i": "do", "x": ["a", "b"], "o": "2"},
+    {"i": ["c"], "x": ["a", "b"], "o": "3"},
+]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("form", ["jsonl", "json", "parquet", "arrow"])
+def test_a_row_whose_parts_are_not_all_texts_is_told_by_its_place(
+    tmp_path: Path, form: str, seed: int | None
+) -> None:
+    path = tmp_path / f"a.{form}"
+    rows: list[dict[str, Any]] = MIXED
+    if form in ("parquet", "arrow"):  # one type a column: all rows are wrong
+        rows = [row | {"i": "do", "x": ["a", "b"]} for row in MIXED]
+        table = pa.Table.from_pylist(rows)
+        if form == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+    elif form == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        jsonl(path, rows)
+    out = read_source(path, tmp_path / "store", seed=seed, fields={"prompt": "i+x", "completion": "o"})
+    wrong = [0, 1, 2] if form in ("parquet", "arrow") else [1, 2]
+    assert sorted(error.example_id for error in out.errors) == wrong
+    assert all("texts are required to be joined as 'i+x'" in error.reason for error in out.errors)
+    assert all("found a list" in error.reason for error in out.errors)
+    assert all(error.location.startswith(str(path)) for error in out.errors)
+    assert [row["prompt"] for row in out.rows] == ["do\n\nthis"] * (3 - len(wrong))
+
+
+def test_texts_of_a_table_are_joined(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("i,x,o\ndo,7,1\n")
+    out = read_source(path, tmp_path / "store", fields={"prompt": "i+x", "completion": "o"})
+    assert (out.rows, out.errors) == ([{"prompt": "do\n\n7", "completion": "1"}], [])
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     "text",

@@ -97,6 +97,19 @@ def test_the_contracts_example_is_accepted_and_its_values_are_the_defaults() -> 
         ("colour", "red", "no such field"),
         ("packing.step_size", 2**63, "from 1 to"),
         ("name", "\ud800", "Unicode"),
+        ("name", "team/math", '"/"'),
+        ("name", "0123456789abcdef" * 2, "reads as an id"),
+        ("name", "..", "neither"),
+        ("name", ".", "neither"),
+        ("name", " \t ", "printable"),
+        ("name", "a\nb", "does not print"),
+        ("name", "a\x7f", "does not print"),
+        ("name", "n" * 256, "256 characters"),
+        ("source.fields", {"input_ids": "a+b"}, "for input_ids; name one field"),
+        ("source.fields", {"messages": "m+h"}, 'found "m+h" for messages'),
+        ("source.fields", {"input_ids": "a", "labels": "b+c"}, "for labels"),
+        ("source.fields", {"messages": "m", "tools": "t+u"}, "for tools"),
+        ("packing.max_tokens", [*range(1, 66)], "at most 64 is required, found 65"),
         ("loss", "\ud800", "'assistant'"),
         ("tokenizer.chat_template", "a\0b", "null"),
     ],
@@ -144,7 +157,7 @@ def test_an_id_depends_on_content_not_on_names_and_places() -> None:
 
 def test_the_id_of_a_spec_is_written_down() -> None:
     # A change here gives every user's dataset another id: raise ENGINE_VERSION on purpose, never so.
-    assert _id(FULL) == "3b61c0fa7529c64a10583ef0af5b334c"
+    assert _id(FULL) == "25638cba1a4def907633567b10adac23"
 
 
 def test_capacities_are_said_in_one_way() -> None:
@@ -152,6 +165,20 @@ def test_capacities_are_said_in_one_way() -> None:
     assert parse_spec(several).packing.max_tokens == (2048, 8192)
     assert _id(several) == _id(changed("packing.max_tokens", [2048, 8192])) != _id(FULL)
     assert _id(changed("packing.max_tokens", [8192])) == _id(changed("packing.max_tokens", 8192))
+
+
+@pytest.mark.parametrize("name", ["gsm8k 8k", "Größe…", "c++", "abcd", "a.b", "0123456789abcdef" * 2 + "0"])
+def test_names_of_many_kinds_are_accepted(name: str) -> None:
+    assert parse_spec(changed("name", name)).name == name
+
+
+def test_what_an_earlier_release_accepted_can_still_be_read() -> None:
+    stored = job_to_document(Job(dataset="d", spec=parse_spec(FULL), inputs=INPUTS, tokenizer_digest="t"))
+    stored["spec"]["name"] = "team/math"
+    stored["spec"]["source"]["fields"] = {"messages": "m+h"}
+    stored["spec"]["packing"]["max_tokens"] = [*range(1, 100)]
+    job = job_from_document(stored)
+    assert (job.spec.name, len(job.spec.packing.capacities)) == ("team/math", 99)
 
 
 @pytest.mark.parametrize("max_tokens", [8192, [2048, 8192]])
