@@ -98,25 +98,31 @@ def _plan(job: Job, number: int, rows: Rows, counters: Counters) -> PackPlan:
             segment_multiple=packing.segment_multiple,
             pack_multiple=packing.pack_multiple,
         )
-        # A row may lose all that it trains to truncation. It is left out and the rest planned again;
+        # A row may lose all that it trains to a cut. It is left out and the rest planned again;
         # its place stays (length 0), since mini-batches and steps are counted by place.
         lost = _untrained(rows, planned)
-        if not len(lost):
-            break
         counters.rows_untrained += len(lost)
+        # Without it "wrapped" would cut others where it cut this one, and so on: there it stays.
+        if not len(lost) or packing.strategy == "wrapped":
+            break
         counters.tokens_dropped += int(lengths[lost].sum())
         lengths[lost] = 0
     _count(packing.minibatch_size or PADDED_BATCH, packing.capacities[-1], lengths, planned, counters)
+    counters.rows_packed -= len(lost)  # those that stay where they are: in pieces, and trained in none
+    counters.rows_split -= len(lost)
     return planned
 
 
 def _untrained(rows: Rows, planned: PackPlan) -> NDArray[np.int64]:
-    """Truncated rows of which nothing that is kept is trained."""
-    segments = np.flatnonzero(np.isin(planned.example, planned.truncated))
-    starts = rows.offsets[planned.example[segments]] + planned.start[segments]
-    ends = starts + planned.length[segments]
-    kept = [rows.loss_mask[a:b].any() for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
-    return planned.example[segments][~np.array(kept, np.bool_)]
+    """Rows that were truncated or split and of which no segment trains anything, rising."""
+    was_cut = np.union1d(planned.truncated, planned.split)
+    segments = np.flatnonzero(np.isin(planned.example, was_cut))
+    example, length = planned.example[segments], planned.length[segments]
+    starts = rows.offsets[example] + planned.start[segments]
+    # The first token of a segment is never trained.
+    pairs = zip((starts + 1).tolist(), (starts + length).tolist(), strict=True)
+    kept = [rows.loss_mask[a:b].any() for a, b in pairs]
+    return np.setdiff1d(example, example[np.array(kept, np.bool_)])
 
 
 def _check_overlong(job: Job, rows: Rows) -> None:

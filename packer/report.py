@@ -24,7 +24,7 @@ class Counters:
     rows_empty: int = 0  # no tokens
     rows_overlong: int = 0  # longer than max_tokens, left out by overlong="drop"
     rows_rejected: int = 0  # unreadable or of a wrong type, left out by on_bad_row="skip"
-    rows_untrained: int = 0  # no token to train on, before or after truncation
+    rows_untrained: int = 0  # no token to train on, before or after a cut (a segment's first is none)
     rows_truncated: int = 0  # packed, but cut
     rows_split: int = 0  # packed in more than one piece
     # Rows with words that the chat template does not print: a system message's, those of tools (schemas or
@@ -82,7 +82,7 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
     said = {
         "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them",
         "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split",
-        "rows_untrained": "have nothing to train, or nothing that is left after a cut, and were left out",
+        "rows_untrained": "have nothing to train, or nothing that is left after a cut: not packed",
         "rows_empty": "have no tokens and were left out",
         "rows_rejected": "could not be used and were left out; the report lists the first",
     }
@@ -100,7 +100,7 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
     if counters.packs_untrained:
         found.append(
             f"{counters.packs_untrained:,} of {counters.num_packs:,} packs have nothing to train: pieces of "
-            "long prompts, or rows of one token; a step of such packs alone has loss 0"
+            "long prompts; a step of such packs alone has loss 0"
         )
     if not counters.num_packs:
         found.append("no row was packed: there is nothing to stream")

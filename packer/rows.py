@@ -20,7 +20,7 @@ from packer.order import permute
 from packer.packing.values import Capacity
 from packer.render import Renderer
 from packer.report import Counters
-from packer.spec import Job, Spec, canonical_json, parse_spec
+from packer.spec import Job, Spec, canonical_json, stored_spec
 from packer.store import Store, open_store
 from packer.tokenization import Bundle, Tokenizer
 
@@ -87,7 +87,7 @@ def _read(
         rendered = renderer.render(records.rows)
         wrong = dict(rendered.errors)
         rejected.extend(row_error(records, row, reason) for row, reason in wrong.items())
-        trained = _any_per_row(rendered.loss_mask, rendered.lengths)
+        trained = trains(rendered.loss_mask, rendered.lengths)
         empty = rendered.lengths == 0
         counters.rows_empty += int(np.count_nonzero(empty)) - len(wrong)
         counters.rows_untrained += int(np.count_nonzero(~empty & ~trained))
@@ -155,14 +155,20 @@ def _concat(arrays: list[np.ndarray], dtype: Any) -> np.ndarray:
     return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype)
 
 
-def _any_per_row(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether any value of each row's stretch of `mask` is true."""
-    full = lengths > 0
+def trains(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each segment, of `lengths` that follow each other in `mask`, has a token to train.
+
+    The first token of a segment is none: nothing comes before it that it could be predicted from.
+    """
+    several = lengths > 1
     if mask.all():
-        return full
+        return several
     found = np.zeros(len(lengths), np.bool_)
-    if full.any():
-        found[full] = np.logical_or.reduceat(mask, (np.cumsum(lengths) - lengths)[full])
+    if several.any():
+        starts = (np.cumsum(lengths) - lengths)[several]
+        behind = mask.copy()
+        behind[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
+        found[several] = np.logical_or.reduceat(behind, starts)
     return found
 
 
@@ -173,7 +179,7 @@ def _any_per_row(mask: NDArray[np.bool_], lengths: NDArray[np.int64]) -> NDArray
 def _cached_renderer(store_url: str, spec_json: bytes, tokenizer_digest: str, whole: bool) -> Renderer:
     """One renderer a worker process and dataset: loading a tokenizer takes longer than a small task."""
     tokenizer = _load(open_store(store_url), tokenizer_digest)
-    return make_renderer(parse_spec(json.loads(spec_json)), tokenizer, whole=whole)
+    return make_renderer(stored_spec(json.loads(spec_json)), tokenizer, whole=whole)
 
 
 def _load(store: Store, digest: str) -> Tokenizer | None:

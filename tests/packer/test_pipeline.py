@@ -87,16 +87,19 @@ F04 = [{"input_ids": ids} for ids in ([21, 22, 23, 24, 25], [31], [41, 42, 43], 
 def test_f04_split_keeps_every_token(tmp_path: Path, strategy: str) -> None:
     packing = packing_of(strategy, 3, group=4, overlong="split")
     if strategy == "minibatch":  # one pack, whatever its length: it can neither be split nor lose anything
-        with pytest.raises(PackingFailed, match=r"mini-batch 0 .* with 11 tokens.* raise max_tokens"):
+        with pytest.raises(PackingFailed, match=r"mini-batch 0 .* with 10 tokens.* raise max_tokens"):
             pack_rows(tmp_path, F04, packing=packing)
         return
     packed = pack_rows(tmp_path, F04, packing=packing)
-    assert len(packed.packs) == (5 if strategy in ("padded", "best_fit of several capacities") else 4)
+    assert len(packed.packs) == 4
     ids = [i for one in packed.packs for i in one.input_ids.tolist()]
-    assert sorted(ids) == [21, 22, 23, 24, 25, 31, 41, 42, 43, 51, 52]
+    assert sorted(ids) == [21, 22, 23, 24, 25, 41, 42, 43, 51, 52]
     assert sorted(piece for piece, _ in packed.segments[0]) == [[21, 22, 23], [24, 25]]
-    assert packed.report["rows_split"] == 1
-    assert packed.report["tokens_dropped"] == 0
+    # The row of one token trains nothing; of 51 and 52, which "wrapped" cuts apart, each stands first.
+    is_cut = strategy == "wrapped"
+    assert packed.report["rows_split"] == (2 if is_cut else 1)
+    assert packed.report["rows_untrained"] == (2 if is_cut else 1)
+    assert packed.report["tokens_dropped"] == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -105,9 +108,9 @@ def test_f04_truncate_reports_what_it_drops(tmp_path: Path, strategy: str) -> No
     ids = {i for one in packed.packs for i in one.input_ids.tolist()}
     # The stream of `wrapped` is cut anyway: nothing is too long for it.
     lost = set() if strategy == "wrapped" else {24, 25}
-    assert ids == {21, 22, 23, 24, 25, 31, 41, 42, 43, 51, 52} - lost
+    assert ids == {21, 22, 23, 24, 25, 41, 42, 43, 51, 52} - lost
     assert packed.report["rows_truncated"] == bool(lost)
-    assert packed.report["tokens_dropped"] == len(lost)
+    assert packed.report["tokens_dropped"] == len(lost | {31})  # the row of one token trains nothing
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -260,7 +263,13 @@ def test_every_token_is_packed_once_or_counted(
         if strategy == "minibatch" and "mini-batch" in str(error):
             return  # one that does not fit into one pack says so
         if "nothing to train" in str(error):
-            assert all(label == -100 for row in documents for label in row["labels"][:max_tokens])
+            # Of a segment the first token is never trained.
+            assert max_tokens == 1 or all(
+                label == -100
+                for row in documents
+                for at, label in enumerate(row["labels"])
+                if at % max_tokens and (overlong == "split" or at < max_tokens)
+            )
             return
         raise
     report = packed.report
@@ -271,11 +280,15 @@ def test_every_token_is_packed_once_or_counted(
     assert report["tokens_in"] == stored + report["tokens_dropped"]
     assert report["tokens_trained"] == sum(one.num_trained for one in packed.packs)
     assert report["num_packs"] == len(packed.packs)
+    assert report["rows_packed"] == sum(
+        any(any(mask) for _, mask in pieces) for pieces in packed.segments.values()
+    )
     if stored:
         assert report["fill"] == stored / (len(packed.packs) * max_tokens)
     for example, pieces in packed.segments.items():
         source = [i % 500 for i in documents[example]["input_ids"]]
         joined = [i for piece, _ in pieces for i in piece]
+        assert strategy == "wrapped" or any(any(mask) for _, mask in pieces)
         if strategy == "wrapped" or overlong == "split":
             assert sorted(joined) == sorted(source)
         else:
@@ -289,6 +302,56 @@ def test_a_row_that_truncation_leaves_untrained_is_counted_and_left_out(tmp_path
     report = packed.report
     assert (report["rows_untrained"], report["rows_packed"]) == (1, 1)
     assert report["tokens_in"] == report["tokens_packed"] + report["tokens_dropped"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_row_of_which_no_token_but_the_first_is_labelled_is_untrained(
+    tmp_path: Path, strategy: str
+) -> None:
+    rows = [
+        {"input_ids": [21, 22, 23], "labels": [21, -100, -100]},
+        {"input_ids": [31], "labels": [31]},
+        {"input_ids": [41, 42, 43], "labels": [-100, -100, 43]},
+    ]
+    packed = pack_rows(tmp_path, rows, packing=packing_of(strategy, 8, group=3))
+    report = packed.report
+    assert (report["rows_in"], report["rows_packed"], report["rows_untrained"]) == (3, 1, 2)
+    assert (report["tokens_packed"], report["tokens_dropped"], report["tokens_trained"]) == (3, 4, 1)
+    assert set(packed.segments) == {2}
+
+
+@pytest.mark.parametrize(
+    ("labels", "options"),
+    [
+        ([-100, -100, -100, -100, 5], {"overlong": "split"}),  # the first token of the second piece
+        ([1, -100, -100, -100, 5], {"overlong": "truncate"}),
+        ([-100, 2, -100, -100, -100], {"overlong": "truncate", "truncate_side": "left"}),
+    ],
+)
+def test_a_row_that_trains_only_where_a_cut_puts_a_beginning_is_untrained(
+    tmp_path: Path, labels: list[int], options: dict[str, Any]
+) -> None:
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": labels}, *tokens(2)]
+    packed = pack_rows(tmp_path, rows, packing={"max_tokens": 4, **options})
+    assert (packed.report["rows_packed"], packed.report["rows_untrained"]) == (1, 1)
+    assert set(packed.segments) == {1}
+    assert packed.report["rows_split"] == packed.report["rows_truncated"] == 0
+
+
+def test_a_piece_without_trained_tokens_stays_where_its_row_trains_elsewhere(tmp_path: Path) -> None:
+    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, -100, -100, 5]}]
+    packed = pack_rows(tmp_path, rows, packing={"max_tokens": 4, "overlong": "split"})
+    assert sorted(ids for ids, _ in packed.segments[0]) == [[1, 2, 3, 4], [5]]
+    assert (packed.report["rows_packed"], packed.report["rows_split"]) == (1, 1)
+
+
+def test_wrapped_leaves_a_row_that_its_cut_leaves_untrained_in_its_place(tmp_path: Path) -> None:
+    # Of each pair that is cut nothing trains; left out, the next pair would be cut in its place.
+    packed = pack_rows(tmp_path, tokens(2, 2, 2, 2, 2), packing={"strategy": "wrapped", "max_tokens": 5})
+    assert [one.input_ids.tolist() for one in packed.packs] == [[*range(20, 25)], [*range(25, 30)]]
+    report = packed.report
+    assert (report["rows_packed"], report["rows_untrained"], report["rows_split"]) == (4, 1, 0)
+    assert report["tokens_dropped"] == 0
 
 
 def test_minibatches_are_counted_by_place_though_rows_are_left_out(tmp_path: Path) -> None:
