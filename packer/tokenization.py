@@ -26,7 +26,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from packer.bundle import Bundle, TokenizerError
-from packer.convert.values import MODEL_NAME
+from packer.convert.values import MODEL_NAME, ConversionError, added_tokens, token_ids
 from packer.fast import CheckedEncoder
 from packer.pieces import MissingLibrary, PieceEncoder
 from packer.prefix import can_cut, next_cut
@@ -129,11 +129,21 @@ class Tokenizer:
     def _add_tokens(self) -> None:
         """Tokens that only the configuration files know, or know to be special."""
         wanted: dict[int, tokenizers.AddedToken] = {}
-        for text, token_id in self.bundle.document("added_tokens.json").items():
-            wanted[int(token_id)] = tokenizers.AddedToken(text, normalized=False)
-        for token_id, value in self._config.get("added_tokens_decoder", {}).items():
+        try:
+            listed = token_ids(self.bundle.document("added_tokens.json"), "added_tokens.json")
+            decoder = added_tokens(self._config)
+        except ConversionError as error:
+            raise TokenizerError(f"tokenizer.path: {error}") from error
+        wanted |= {i: tokenizers.AddedToken(text, normalized=False) for text, i in listed.items()}
+        for token_id, value in decoder.items():
             options = {k: v for k, v in value.items() if k not in ("content", "__type")}
-            wanted[int(token_id)] = tokenizers.AddedToken(value["content"], **options)
+            try:
+                wanted[token_id] = tokenizers.AddedToken(value["content"], **options)
+            except TypeError as error:
+                raise TokenizerError(
+                    f"tokenizer.path: tokenizer_config.json: added_tokens_decoder: token {token_id} must be "
+                    f"as the `tokenizers` library writes it ({error}); copy the file again"
+                ) from error
         for token_id, token in sorted(wanted.items()):
             known = self._backend.token_to_id(token.content)
             if known is None or (token.special and not self._is_special(known)):

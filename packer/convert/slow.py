@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from packer.convert.tiktoken import FAMILIES
-from packer.convert.values import ConversionError, Converted, bpe, byte_level, document, split
+from packer.convert.values import ConversionError, Converted, bpe, byte_level, document, split, token_ids
 
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
 _QWEN2 = ("Qwen2Tokenizer",)
@@ -27,7 +27,7 @@ def convert_slow(vocab: Mapping[str, Any], merges: bytes, config: Mapping[str, A
             "tokenizer.json "
             "with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)` of transformers"
         )
-    ids = {str(text): int(token_id) for text, token_id in vocab.items()}
+    ids = token_ids(vocab, "vocab.json")
     prefix = bool(config.get("add_prefix_space"))
     if own in _QWEN2:
         steps = [split(FAMILIES[151643].pattern), byte_level(use_regex=False, add_prefix_space=prefix)]
@@ -49,7 +49,13 @@ def convert_slow(vocab: Mapping[str, Any], merges: bytes, config: Mapping[str, A
 
 def _pairs(merges: bytes) -> list[tuple[str, str]]:
     pairs = []
-    for number, line in enumerate(merges.decode("utf-8").split("\n"), 1):
+    try:
+        lines = merges.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConversionError(
+            f"merges.txt must be UTF-8, found another at byte {error.start + 1}; copy it again"
+        ) from error
+    for number, line in enumerate(lines, 1):
         line = line.rstrip("\r")
         if not line or line.startswith("#version"):
             continue

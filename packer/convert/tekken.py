@@ -20,6 +20,7 @@ _EARLY = (
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
     *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
+_MOST_SPECIAL = 1 << 20
 _NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -38,7 +39,9 @@ def convert_tekken(source: Mapping[str, Any], name: str) -> Converted:
     try:
         config, vocab = source["config"], source["vocab"]
         size, num_special = int(config["default_vocab_size"]), int(config["default_num_special_tokens"])
-        pattern = str(config["pattern"])
+        pattern = config["pattern"]
+        if not 0 <= num_special <= min(size, _MOST_SPECIAL):
+            raise ValueError(f"default_vocab_size {size}, default_num_special_tokens {num_special}")
         ranks = checked_ranks(
             [
                 (base64.b64decode(token["token_bytes"]), int(token["rank"]))
@@ -51,11 +54,12 @@ def convert_tekken(source: Mapping[str, Any], name: str) -> Converted:
             if listed is not None
             else dict(enumerate(_EARLY))
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, ConversionError):
             raise
         raise ConversionError(f"{name} is not as mistral-common reads it: {error!r}") from error
-    if set(ranks.values()) != set(range(size - num_special)) or not set(special) <= set(range(num_special)):
+    whole = len(ranks) == size - num_special and set(ranks.values()) == set(range(len(ranks)))
+    if not whole or not set(special) <= set(range(num_special)):
         raise ConversionError(
             f"{name} must hold ranks 0 to {size - num_special - 1:,} and special tokens 0 to "
             f"{num_special - 1:,}, found others; copy the file again"

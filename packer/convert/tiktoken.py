@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import tokenizers
+
 from packer.convert.ranks import byte_pair_model, checked_ranks
-from packer.convert.values import ConversionError, Converted, byte_level, document, split
+from packer.convert.values import ConversionError, Converted, added_tokens, byte_level, document, split
 
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -160,10 +162,9 @@ def _line(line: bytes, number: int, name: str) -> tuple[bytes, int]:
 
 def _family(num_ranks: int, name: str, config: Mapping[str, Any]) -> Family:
     if "pat_str" in config:
-        tokens = config.get("added_tokens_decoder", {})
-        pattern = str(config["pat_str"])
+        pattern = config["pat_str"]
         check_pattern(pattern, "pat_str of tokenizer_config.json")
-        special = {str(token["content"]): int(i) for i, token in tokens.items() if token.get("special")}
+        special = {token["content"]: i for i, token in added_tokens(config).items() if token.get("special")}
         return Family(name=name, pattern=pattern, special=special)
     if num_ranks not in FAMILIES:
         known = ", ".join(f"{family.name} ({num:,})" for num, family in FAMILIES.items())
@@ -175,8 +176,19 @@ def _family(num_ranks: int, name: str, config: Mapping[str, Any]) -> Family:
     return FAMILIES[num_ranks]
 
 
-def check_pattern(pattern: str, where: str) -> None:
-    """Raise ConversionError for an expression that `tokenizers` would read otherwise than tiktoken."""
+def check_pattern(pattern: Any, where: str) -> None:
+    """Raise ConversionError for what is no expression, or that `tokenizers` reads otherwise than tiktoken."""
+    if not isinstance(pattern, str):
+        raise ConversionError(
+            f"{where}: a regular expression is required, found {pattern!r:.60}; write it so"
+        )
+    try:
+        tokenizers.Regex(pattern)
+    except Exception as error:  # `tokenizers` raises bare Exception
+        raise ConversionError(
+            f"{where}: a regular expression is required, found {pattern[:60]!r} ({error}); "
+            "copy the file again"
+        ) from error
     found = _READ_OTHERWISE.search(pattern)
     if found:
         raise ConversionError(
@@ -193,9 +205,14 @@ def reference(
         import tiktoken  # optional
     except ImportError:
         return None
-    encoding = tiktoken.Encoding(
-        name="padfree", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
-    )
+    try:
+        encoding = tiktoken.Encoding(
+            name="padfree", pat_str=pattern, mergeable_ranks=dict(ranks), special_tokens={}
+        )
+    except ValueError as error:  # an expression that its own library does not read
+        raise ConversionError(
+            f"an expression that tiktoken reads is required, found {pattern[:60]!r} ({error}); write it so"
+        ) from error
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         texts = [unicodedata.normalize("NFC", text) for text in texts] if nfc else texts

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MOST_DIGITS = 10  # an id has fewer: it is an int32
 MODEL_NAME = "sentencepiece.model"  # in a bundle that packer.pieces encodes
 
 
@@ -111,3 +112,39 @@ def as_object(data: bytes, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConversionError(f"{name} must be a JSON object, found a {type(value).__name__}")
     return value
+
+
+def added_tokens(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """`added_tokens_decoder` of a tokenizer_config.json: by id, objects with a text `content`.
+
+    Raises ConversionError.
+    """
+    field = "tokenizer_config.json: added_tokens_decoder"
+    wanted = 'ids with their tokens are required, {"5": {"content": "<s>", "special": true}}'
+    found = config.get("added_tokens_decoder")
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ConversionError(f"{field}: {wanted}, found a {type(found).__name__}; copy the file again")
+    for key, token in found.items():
+        if not is_id(key) or not isinstance(token, Mapping) or not isinstance(token.get("content"), str):
+            raise ConversionError(
+                f"{field}: {wanted}, found {key[:40]!r}: {token!r:.60}; copy the file again"
+            )
+    return {int(key): token for key, token in found.items()}
+
+
+def is_id(key: Any) -> bool:
+    """Whether a key of a JSON object is the id of a token."""
+    return isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < MOST_DIGITS
+
+
+def token_ids(vocab: Mapping[str, Any], name: str) -> dict[str, int]:
+    """A file that gives each token its id. Raises ConversionError."""
+    for text, token_id in vocab.items():
+        if type(token_id) is not int or not 0 <= token_id < 10 ** (MOST_DIGITS - 1):
+            raise ConversionError(
+                f"{name}: tokens with their ids, whole numbers, are required, found {text[:40]!r}: "
+                f"{token_id!r:.60}; copy the file again"
+            )
+    return dict(vocab)

@@ -263,6 +263,63 @@ def test_a_tiktoken_file_that_nobody_knows_is_refused(tmp_path: Path) -> None:
             Bundle.read(folder_with(tmp_path, files))
 
 
+MALFORMED = [
+    [1],
+    "text",
+    {"x": {"content": "<s>"}},
+    {"-1": {"content": "<s>"}},
+    {"9" * 5000: {"content": "<s>"}},
+    {"600": "<s>"},
+    {"600": {"content": 5}},
+    {"600": {}},
+]
+
+
+@pytest.mark.parametrize("tokens", MALFORMED)
+@pytest.mark.parametrize("kind", ["tiktoken", "tokenizer.json"])
+def test_added_tokens_that_are_malformed_are_told_by_file_and_field(
+    tmp_path: Path, kind: str, tokens: Any
+) -> None:
+    files: dict[str, Any] = {"a.tiktoken": model("small.tiktoken")}
+    config = json.loads(json.dumps(small_config(added_tokens_decoder=tokens)))
+    if kind == "tokenizer.json":
+        files, config = {**toy.bundle().files}, {"added_tokens_decoder": tokens}
+    with pytest.raises(TokenizerError, match=r"tokenizer_config.json: added_tokens_decoder: ids with their"):
+        Tokenizer(Bundle.read(folder_with(tmp_path, {**files, "tokenizer_config.json": config})))
+
+
+def test_an_added_token_with_a_wrong_field_is_told(tmp_path: Path) -> None:
+    tokens = {"600": {"content": "<s>", "lstrip": "yes"}}
+    files = {**toy.bundle().files, "tokenizer_config.json": {"added_tokens_decoder": tokens}}
+    with pytest.raises(TokenizerError, match=r"added_tokens_decoder: token 600 must be"):
+        Tokenizer(Bundle.read(folder_with(tmp_path, files)))
+
+
+@pytest.mark.parametrize("ids", [{"a": "x"}, {"a": None}, {"a": [1]}, {"a": True}, {"a": -1}, {"a": 10**12}])
+def test_ids_that_are_none_are_told_by_their_file(tmp_path: Path, ids: Any) -> None:
+    files = {**toy.bundle().files, "added_tokens.json": ids}
+    with pytest.raises(TokenizerError, match=r"added_tokens.json: tokens with their ids, .* found 'a'"):
+        Tokenizer(Bundle.read(folder_with(tmp_path / "added", files)))
+    config = {"tokenizer_class": "GPT2Tokenizer"}
+    files = {"vocab.json": ids, "merges.txt": b"", "tokenizer_config.json": config}
+    with pytest.raises(TokenizerError, match=r"vocab.json: tokens with their ids"):
+        Bundle.read(folder_with(tmp_path / "slow", files))
+
+
+def test_merges_that_are_no_text_are_told(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "GPT2Tokenizer"}
+    files = {"vocab.json": {"a": 1}, "merges.txt": b"\xff a", "tokenizer_config.json": config}
+    with pytest.raises(TokenizerError, match=r"merges.txt must be UTF-8"):
+        Bundle.read(folder_with(tmp_path, files))
+
+
+@pytest.mark.parametrize("pattern", ["(", 5, None, ["a"]])
+def test_what_is_no_expression_is_told(tmp_path: Path, pattern: Any) -> None:
+    files = {"a.tiktoken": model("small.tiktoken"), "tokenizer_config.json": small_config(pat_str=pattern)}
+    with pytest.raises(TokenizerError, match=r"pat_str of tokenizer_config.json: a regular expression"):
+        Bundle.read(folder_with(tmp_path, files))
+
+
 @pytest.mark.parametrize("pattern", [r"\p{L}++", r"\p{N}{1,3}+", r"a?+", r"\s+$", "^a"])
 def test_expressions_that_the_libraries_read_each_in_its_way_are_refused(pattern: str) -> None:
     with pytest.raises(ConversionError, match="possessive"):
@@ -314,6 +371,14 @@ def test_a_tekken_file_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     whole = tekken()
     for broken, reason in (
         (whole | {"vocab": whole["vocab"][:-9]}, "must hold ranks 0 to 599"),
+        (whole | {"config": whole["config"] | {"default_vocab_size": 10**12}}, "must hold ranks 0 to"),
+        (whole | {"config": whole["config"] | {"default_num_special_tokens": 10**12}}, "is not as"),
+        (whole | {"config": whole["config"] | {"default_vocab_size": float("inf")}}, "is not as"),
+        (whole | {"config": whole["config"] | {"default_vocab_size": []}}, "is not as"),
+        (whole | {"config": whole["config"] | {"pattern": "("}}, "a regular expression is required"),
+        (whole | {"config": whole["config"] | {"pattern": 5}}, "a regular expression is required"),
+        (whole | {"special_tokens": {"a": 1}}, "is not as"),
+        (whole | {"special_tokens": [5]}, "is not as"),
         (whole | {"vocab": [{}]}, "is not as mistral-common reads it"),
         ({"config": {}}, "config with a pattern"),
     ):
