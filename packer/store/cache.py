@@ -23,6 +23,7 @@ _TEMPORARY = ".tmp-"
 _STALE_S = 24 * 3600.0  # a fetch takes less
 _LEAVE = 0.9  # of the limit, so that not every fetch has to make room
 _ENTRY_CHARACTERS = 40
+_TRIES = 3
 
 
 class Cache:
@@ -42,27 +43,24 @@ class Cache:
         """The entry, opened for reading, unbuffered; `fetch` writes its content where it is not there.
 
         Threads that want the same entry wait for one fetch; processes may fetch it twice. Raises
-        NoSpaceLeft, and what `fetch` raises: then nothing is kept.
+        NoSpaceLeft, and what `fetch` raises: then nothing is kept. A folder that is cleaned meanwhile costs
+        the copy alone: what was fetched is handed out, and fetched again by who wants it next.
         """
         if file := self._opened(entry):
             return file
         with self._alone(entry):
-            # Another process may remove an entry between its birth and our opening it.
             if file := self._opened(entry):
                 return file
             with self.new_file() as (path, file):
+                # Not opened by name: others may remove the file, or the folder, at any time.
+                reader = os.fdopen(os.dup(file.fileno()), "rb", buffering=0)
                 try:
-                    fetch(file)
-                    file.flush()
-                except OSError as error:
-                    if error.errno != errno.ENOSPC:
-                        raise
-                    self._make_room(None)
-                    file.seek(0)
-                    file.truncate()
-                    self._fetch_again(fetch, file)
-                reader = open(path, "rb", buffering=0)  # noqa: SIM115  # handed out
-                self._keep(path, entry)
+                    self._write(fetch, file)
+                    self._keep(path, entry)
+                except BaseException:
+                    reader.close()
+                    raise
+            reader.seek(0)
             return reader
 
     def add(self, path: Path, entry: str) -> None:
@@ -72,12 +70,22 @@ class Cache:
     @contextlib.contextmanager
     def new_file(self) -> Iterator[tuple[Path, BinaryIO]]:
         """A file in the folder that is no entry yet; removed unless it became one."""
-        path = self.temporary()
+        path, file = self._created()
         try:
-            with open(path, "w+b") as file:
+            with file:
                 yield path, file
         finally:
             path.unlink(missing_ok=True)
+
+    def _created(self) -> tuple[Path, BinaryIO]:
+        for _ in range(_TRIES):
+            path = self.temporary()
+            with contextlib.suppress(FileNotFoundError):  # the folder was removed since it was made
+                return path, open(path, "w+b")  # handed out
+        raise StoreError(
+            f"the cache folder {self.folder} is removed as soon as it is made; leave it alone, or set "
+            "PADFREE_CACHE_DIR to another"
+        )
 
     def temporary(self) -> Path:
         """A name for a file that is no entry yet. What killed processes left is removed a day later."""
@@ -117,6 +125,18 @@ class Cache:
                 with self._lock:
                     self._fetching.pop(entry, None)
 
+    def _write(self, fetch: Callable[[BinaryIO], None], file: BinaryIO) -> None:
+        try:
+            fetch(file)
+            file.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            self._make_room(None)
+            file.seek(0)
+            file.truncate()
+            self._fetch_again(fetch, file)
+
     def _fetch_again(self, fetch: Callable[[BinaryIO], None], file: BinaryIO) -> None:
         try:
             fetch(file)
@@ -131,7 +151,8 @@ class Cache:
             ) from error
 
     def _keep(self, path: Path, entry: str) -> None:
-        os.replace(path, self.folder / entry)
+        with contextlib.suppress(FileNotFoundError):  # somebody cleaned the folder: there is no copy, then
+            os.replace(path, self.folder / entry)
         self._make_room(self.max_bytes, spared=entry)
 
     def _make_room(self, limit_bytes: int | None, *, spared: str = "") -> None:

@@ -92,8 +92,14 @@ class ObjectStore:
     def upload(self, path: Path, key: str) -> None:
         """Write an object from a file of this machine."""
         # Mapped: a stream is completed when it is closed, so nothing may fail between its parts but itself.
-        with open(path, "rb") as file:
-            data = mapped(file)
+        try:
+            with open(path, "rb") as file:
+                data = mapped(file)
+        except FileNotFoundError as error:
+            raise StoreError(
+                f"{path} was removed before it was written to {self.where(key)}; leave {path.parent} alone "
+                "while padfree works, then try again"
+            ) from error
         with self._told("write", self.where(key)), self._system.open_output_stream(self._path(key)) as stream:
             for start in range(0, len(data), _UPLOAD_BYTES):
                 stream.write(data[start : start + _UPLOAD_BYTES])

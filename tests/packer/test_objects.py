@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -320,6 +321,55 @@ def test_a_fetch_that_breaks_off_leaves_nothing(store: ObjectStore, remote: Remo
     with pytest.raises(StoreError):
         store.open("d/shards/0", sha256="0" * 64)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_cache_that_is_cleaned_while_it_fetches_costs_no_more_than_the_copy(
+    tmp_path: Path, whole: bool
+) -> None:
+    folder = tmp_path / "cache"
+    cache = Cache(folder, 1 << 30)
+
+    def fetch(file: Any) -> None:
+        file.write(b"shard")
+        if whole:
+            shutil.rmtree(folder)
+        else:
+            for path in folder.iterdir():
+                path.unlink()
+
+    with cache.open(cache.entry("a"), fetch) as file:
+        assert file.read() == b"shard"
+    with cache.open(cache.entry("a"), lambda file: file.write(b"again") and None) as file:
+        assert file.read() == b"again"
+    assert [path.read_bytes() for path in folder.iterdir()] == [b"again"]
+
+
+def test_an_object_that_is_gone_is_not_taken_for_a_cleaned_cache(store: ObjectStore) -> None:
+    with pytest.raises(FileNotFoundError):
+        store.open("d/shards/0", sha256="0" * 64)
+
+
+def test_a_cache_folder_that_does_not_stay_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache(tmp_path / "cache", 1 << 30)
+    made = cache.temporary
+
+    def gone_again() -> Path:
+        path = made()
+        path.parent.rmdir()
+        return path
+
+    monkeypatch.setattr(cache, "temporary", gone_again)
+    with pytest.raises(StoreError, match=f"the cache folder {tmp_path}/cache is removed"):
+        cache.open("a" * 40, lambda file: None)
+
+
+def test_a_staged_file_that_is_cleaned_away_is_named(store: ObjectStore, tmp_path: Path) -> None:
+    with store.stage("work") as staged:
+        staged.write(b"x")
+        shutil.rmtree(tmp_path / "cache")
+        with pytest.raises(StoreError, match=f"was removed before .* leave {tmp_path}/cache alone"):
+            staged.publish("work/0")
 
 
 # ------------------------------------------------------------------ leases
