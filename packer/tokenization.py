@@ -130,11 +130,11 @@ class Tokenizer:
         """Tokens that only the configuration files know, or know to be special."""
         wanted: dict[int, tokenizers.AddedToken] = {}
         try:
-            listed = token_ids(self.bundle.document("added_tokens.json"), "added_tokens.json")
+            numbered = token_ids(self.bundle.document("added_tokens.json"), "added_tokens.json")
             decoder = added_tokens(self._config)
         except ConversionError as error:
             raise TokenizerError(f"tokenizer.path: {error}") from error
-        wanted |= {i: tokenizers.AddedToken(text, normalized=False) for text, i in listed.items()}
+        wanted |= {i: tokenizers.AddedToken(text, normalized=False) for text, i in numbered.items()}
         for token_id, value in decoder.items():
             options = {k: v for k, v in value.items() if k not in ("content", "__type")}
             try:

@@ -14,6 +14,7 @@ from service.state import Service, service_of
 
 _MAX_BYTES = 4096
 _MAX_S = 86_400.0
+_SLACK_S = 1.0  # a client reads its two clocks one after the other
 
 router = APIRouter(prefix="/v1", tags=["stream"])
 
@@ -21,7 +22,7 @@ router = APIRouter(prefix="/v1", tags=["stream"])
 class StreamReport(BaseModel):
     """What one rank's loop counted since its last report that arrived."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     rank: int = Field(ge=0, le=1 << 20)
     steps: int = Field(ge=0, le=1 << 32, description="Batches taken")
@@ -61,6 +62,11 @@ async def report_stream(
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "body"
         raise problems.bad_parameter(name, str(first["msg"]).lower()) from error
+    if report.stall_s > report.elapsed_s + _SLACK_S:
+        raise problems.bad_parameter(
+            "stall_s",
+            f"seconds of elapsed_s ({report.elapsed_s:g}) are required, found {report.stall_s:g}: more",
+        )
     service.metrics.clients.add(
         dataset,
         report.rank,

@@ -148,7 +148,8 @@ async def get_shard(
 async def _find(service: Service, dataset: str, index: str) -> Shard:
     feed = await service.feeds.get(dataset)
     if not _INDEX.fullmatch(index):
-        raise problems.unknown_shard(dataset, "a shard's index is a number, found something else")
+        wanted = "a shard's index is a whole number from 0 to 999999999"
+        raise problems.unknown_shard(dataset, f"{wanted}, found {index[:40]!r}")
     snapshot = await feed.fresh()
     snapshot.raise_if_stopped(dataset)
     if int(index) >= snapshot.num_shards:

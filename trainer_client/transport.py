@@ -133,12 +133,18 @@ def find_dataset(source: str | os.PathLike[str], text: str, *, token: str | None
     """The id of the dataset that `text` means at `source`: an id, the beginning of one, or a name.
 
     A whole id is taken as it is and connects to nothing. Raises UnknownDataset; StreamRefused for a name
-    of several; StreamTimeout where a service does not answer; ValueError for an url without its scheme.
+    of several; StreamTimeout where a service does not answer; ValueError for an url without its scheme, and
+    where no dataset is named.
     """
     if _HOST_PORT.fullmatch(str(source)) and not os.path.exists(source):
         raise ValueError(
             f"source: the url of a service begins with http:// or https://, found {str(source)!r}; give "
             f"http://{source}, or a store's folder that is there"
+        )
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(
+            f"dataset: an id, the beginning of one or a name is required, found {text!r}; `padfree datasets` "
+            "lists them"
         )
     if names.is_id(text):
         return text

@@ -137,7 +137,7 @@ def reading(input: InputFile, key: str) -> Iterator[None]:
 
 
 def gone(input: InputFile, key: str) -> SourceError:
-    name = key.removeprefix(dataset_key(input.digest, ""))
+    name = key.removeprefix(dataset_key(input.digest, "")).lstrip("/")
     return SourceError(
         f"{input.path}: {name} is gone: the dataset was removed while it was repacked; pack it again (the "
         "same spec gives the same id), then post this one again"

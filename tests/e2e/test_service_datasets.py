@@ -25,7 +25,7 @@ def write_rows(path, rows):
 
 
 def rows_of(count, length=5):
-    return [{"input_ids": [i % 100 + 1] * (1 + (i * 7) % length)} for i in range(count)]
+    return [{"input_ids": [i % 100 + 1] * (2 + (i * 7) % length)} for i in range(count)]
 
 
 @pytest.fixture

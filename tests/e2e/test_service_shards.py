@@ -38,6 +38,14 @@ def test_the_list_and_the_files_agree(served):
     assert packs == PACKS
 
 
+@pytest.mark.parametrize("index", ["1" * 20, "x", "-1", "1.0"])
+def test_an_index_that_is_none_is_told_the_range(served, index):
+    server, path = served
+    answer = server.get(f"{path}/{index}")
+    assert answer.status == 404
+    assert f"a whole number from 0 to 999999999, found '{index}'" in answer.json["detail"]
+
+
 def test_a_page_begins_where_it_is_asked_to(served):
     server, path = served
     assert [one["index"] for one in server.get(f"{path}?start=3").json["shards"]] == [3, 4]

@@ -302,7 +302,9 @@ def test_a_source_that_is_removed_meanwhile_fails_clearly(
     else:
         monkeypatch.setattr(sources, "read_segments", removed_first)
     text = (
-        "found none of that id" if moment == "before" else "was removed while it was repacked; pack it again"
+        "found none of that id"
+        if moment == "before"
+        else r": shards/\S+ is gone: the dataset was removed while it was repacked; pack it again"
     )
     with pytest.raises(PackingFailed, match=text):
         pack(job, store, InlineRunner())

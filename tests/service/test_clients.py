@@ -54,6 +54,12 @@ def test_series_are_bounded_and_their_sum_is_right():
         ({"stall_s": 1e9}, 422, "stall_s"),
         ({"unknown": 1}, 422, "unknown"),
         ({"steps": None}, 422, "steps"),
+        ({"rank": True}, 422, "rank"),
+        ({"steps": "1"}, 422, "steps"),
+        ({"elapsed_s": "4"}, 422, "elapsed_s"),
+        ({"retries": False}, 422, "retries"),
+        ({"elapsed_s": 2, "stall_s": 3.5}, 422, "stall_s"),
+        ({"elapsed_s": 2}, 204, None),
     ],
 )
 def test_a_report_is_checked(tmp_path, change, status, field):

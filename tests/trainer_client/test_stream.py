@@ -607,3 +607,11 @@ def test_a_state_of_wrong_values_is_refused(tmp_path: Path, change: dict[str, An
             stream.load_state_dict({**state, **change})
         with pytest.raises(ValueError, match="found NoneType"):
             stream.load_state_dict(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dataset", ["", "  ", None])
+@pytest.mark.parametrize("source", ["http://127.0.0.1:9", "store"])
+def test_a_dataset_must_be_named(tmp_path: Path, source: str, dataset: Any) -> None:
+    where = source if source.startswith("http") else tmp_path
+    with pytest.raises(ValueError, match="dataset: an id, the beginning of one or a name is required"):
+        PackedStream(where, dataset=dataset, timeout_s=1.0)
