@@ -195,7 +195,7 @@ def test_a_packer_that_lost_its_lock_stops_and_changes_nothing(
 def test_f39_another_machine_goes_on_after_a_kill(tmp_path: Path) -> None:
     """The lease of the killed one runs out first."""
     objects: Objects = {"bucket/": b""}
-    write_rows(tmp_path / "many.jsonl", rows(20_000))
+    write_rows(tmp_path / "many.jsonl", rows(150_000))  # enough to be killed in the middle
     spec = spec_of(
         tmp_path / "many.jsonl", write_tokenizer(tmp_path / "tokenizer"), packing={"max_tokens": 64}
     )
