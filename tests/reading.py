@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from packer.sources import (
     Location,
@@ -81,3 +85,15 @@ def read_source(
             assert len(records.rows) == len(records.example_ids) == len(records.locations)
         assert len(out.rows) + len(out.errors) - before == partition.stop - partition.start
     return out
+
+
+def lines(*texts: str) -> bytes:
+    """A JSON Lines file of texts."""
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def parquet(*texts: str) -> bytes:
+    """A Parquet file of texts."""
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": list(texts)}), sink)
+    return sink.getvalue()

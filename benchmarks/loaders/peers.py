@@ -111,10 +111,3 @@ def litdata(shards: list[str], work: str) -> dict[str, Any]:
 READERS: dict[str, Callable[..., dict[str, Any]]] = {
     one.__name__: one for one in (datasets, ray_data, mosaicml, litdata)
 }
-NEEDS = {"datasets": "datasets", "ray_data": "ray", "mosaicml": "streaming", "litdata": "litdata"}
-TITLES = {
-    "datasets": "`datasets` streaming",
-    "ray_data": "Ray Data `streaming_split`",
-    "mosaicml": "MosaicML streaming",
-    "litdata": "LitData",
-}

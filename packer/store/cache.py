@@ -126,29 +126,24 @@ class Cache:
                     self._fetching.pop(entry, None)
 
     def _write(self, fetch: Callable[[BinaryIO], None], file: BinaryIO) -> None:
-        try:
-            fetch(file)
-            file.flush()
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+        """Fetch into `file`; on a full disk once more, with room made. Raises NoSpaceLeft."""
+        for has_made_room in (False, True):
+            try:
+                fetch(file)
+                file.flush()
+                return
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                if has_made_room:
+                    raise NoSpaceLeft(
+                        errno.ENOSPC,
+                        f"no space left in the cache folder {self.folder}: make room, or set "
+                        "PADFREE_CACHE_DIR to a larger disk; then post the dataset again",
+                    ) from error
             self._make_room(None)
             file.seek(0)
             file.truncate()
-            self._fetch_again(fetch, file)
-
-    def _fetch_again(self, fetch: Callable[[BinaryIO], None], file: BinaryIO) -> None:
-        try:
-            fetch(file)
-            file.flush()
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise NoSpaceLeft(
-                errno.ENOSPC,
-                f"no space left in the cache folder {self.folder}: make room, or set PADFREE_CACHE_DIR "
-                "to a larger disk; then post the dataset again",
-            ) from error
 
     def _keep(self, path: Path, entry: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody cleaned the folder: there is no copy, then

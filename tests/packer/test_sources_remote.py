@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import gzip
-import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from reading import read_source
+from reading import lines, parquet, read_source
 from s3 import Objects, s3_server, use
 
 from packer.sources import SourceError, cut, index_input, read_partition, resolve_inputs
 from packer.store import LocalStore
-
-
-def lines(*texts: str) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
-
-
-def parquet(*texts: str) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(pa.table({"text": list(texts)}), sink)
-    return sink.getvalue()
 
 
 @pytest.fixture
