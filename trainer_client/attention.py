@@ -17,8 +17,8 @@ the model asks for is taken, and named once in the log of this module:
     sdpa     nothing: a loop of exact causal attention    yes     yes      yes
              per segment, on any device and dtype
 
-flash4 was the fastest on an H200 (forward and backward in 0.54 to 0.67 of flash2's time), yet comes late:
-with it a NaN in one example reaches its neighbours. Ask for it by name: register("flash4").
+flash4 was the fastest on an H200, yet comes late: it is a beta. Ask for it by name: register("flash4"). Alone
+it would let a NaN of one example reach its neighbours; trainer_client/containment.py keeps it where it is.
 
 All but sdpa need CUDA and half precision. What no kernel can do (an attention mask with zeros, sinks,
 position biases, returned attention weights, a KV cache with a past) is refused by name. Builds may leave
