@@ -3,9 +3,9 @@
     python benchmarks/attention.py                     every kernel that is installed, beside flash2
     python benchmarks/attention.py --tokens 16384 --heads 32 --kv-heads 8 --dim 128 --packs 57,1
 
-A pack is `--tokens` tokens in as many segments as named, lengths drawn lognormally. Each kernel is called as a
-model would call it, through trainer_client.attention; "flash4, alone" is its function without what keeps a
-NaN in its segment. Times are medians of `--repeat` calls, kernels in turn, by CUDA events. Prints Markdown.
+A pack is `--tokens` tokens in as many segments as named, lengths drawn lognormally. Each kernel is called
+as trainer_client.attention calls it; "flash4, alone" is its function without what keeps a NaN in its
+segment. Times are medians of `--repeat` calls, kernels in turn, by CUDA events. Prints Markdown.
 """
 
 from __future__ import annotations
