@@ -29,6 +29,7 @@ class Boundaries:
         self.cu_seqlens = cu_seqlens.to(torch.int32)
         self._max_seqlen = max_seqlen
         self._host: list[int] | None = None
+        self._segment_of: torch.Tensor | None = None
 
     @property
     def host(self) -> list[int]:
@@ -43,6 +44,19 @@ class Boundaries:
             host = self.host
             self._max_seqlen = max(end - start for start, end in pairwise(host))
         return self._max_seqlen
+
+    def segment_of(self, num_tokens: int) -> torch.Tensor:
+        """(num_tokens,) int64: each token's segment; the last one's for tokens beyond the end."""
+        if self._segment_of is None:
+            tokens = torch.arange(num_tokens, device=self.cu_seqlens.device, dtype=torch.int32)
+            # Right of equal ends: a token behind empty segments (static shapes) is of the one that holds it.
+            found = torch.searchsorted(self.cu_seqlens[1:], tokens, right=True)
+            self._segment_of = found.clamp(max=self.num_segments - 1)
+        return self._segment_of
+
+    @property
+    def num_segments(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
 
     def reach(self, num_tokens: int) -> int:
         """The longest segment where that is known without a wait, else `num_tokens`."""
@@ -250,7 +264,9 @@ def _flash4(call: Call, function: Any) -> torch.Tensor:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return _flash(replace(call, q=q, k=k, v=v), function)
 
-    return contained(run, call.q, call.k, call.v, call.bounds.cu_seqlens)
+    bounds = call.bounds
+    segment_of = bounds.segment_of(call.q.shape[0])
+    return contained(run, call.q, call.k, call.v, segment_of, bounds.num_segments)
 
 
 def _torch_varlen(call: Call, function: Any) -> torch.Tensor:

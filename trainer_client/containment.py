@@ -19,44 +19,39 @@ def contained(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    segment_of: torch.Tensor,
+    num_segments: int,
 ) -> torch.Tensor:
     """run(q, k, v), all (tokens, heads, dim), where nothing that is not finite leaves its segment.
 
-    cu_seqlens: (num_segments + 1,) int32 on the same device, from 0 to tokens. Where all is finite, here
-    and in the gradient that comes back, the result and the gradients are run's own to the bit.
+    segment_of: (tokens,) int64 on the same device, each token's segment. Where all is finite, here and in
+    the gradient that comes back, the result and the gradients are run's own to the bit.
     """
-    taint = _Taint(cu_seqlens, q.shape[0])
+    taint = _Taint(segment_of, num_segments)
     return _Out.apply(taint, run(*_In.apply(taint, q, k, v)))
 
 
 class _Taint:
-    """Which segments held something that is not finite so far."""
+    """Which tokens belong to a segment that held something that is not finite so far."""
 
-    def __init__(self, cu_seqlens: torch.Tensor, num_tokens: int) -> None:
-        self.cu_seqlens = cu_seqlens.long()
-        tokens = torch.arange(num_tokens, device=cu_seqlens.device)
-        # Right of equal ends: a token behind empty segments (static shapes) is of the one that holds it.
-        segment_of = torch.searchsorted(self.cu_seqlens[1:], tokens, right=True)
-        self.segment_of = segment_of.clamp(max=cu_seqlens.shape[0] - 2)
-        self.tokens: torch.Tensor | None = None  # (tokens,) bool: of a tainted segment
+    def __init__(self, segment_of: torch.Tensor, num_segments: int) -> None:
+        self._segment_of = segment_of
+        self._num_segments = num_segments
+        self._tokens: torch.Tensor | None = None  # (tokens,) bool
 
     def clean(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors with zeros for all that is not finite; their segments are noted."""
-        faulty = torch.stack([~torch.isfinite(_largest(x)) for x in tensors]).any(0)
-        count = torch.nn.functional.pad(faulty.long().cumsum(0), [1, 0])[self.cu_seqlens]
-        tainted = (count.diff() > 0)[self.segment_of]
-        self.tokens = tainted if self.tokens is None else self.tokens | tainted
+        # Zero times the largest magnitude of a token is 0, or NaN: sums over segments keep that.
+        faults = sum(torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2)) * 0 for x in tensors)
+        assert isinstance(faults, torch.Tensor)
+        segments = faults.new_zeros(self._num_segments).index_add_(0, self._segment_of, faults)
+        found = segments.isnan()[self._segment_of]
+        self._tokens = found if self._tokens is None else self._tokens | found
         return tuple(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0) for x in tensors)
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.tokens is not None
-        return x.masked_fill(self.tokens[:, None, None], float("nan"))
-
-
-def _largest(x: torch.Tensor) -> torch.Tensor:
-    """(tokens, heads, dim) to (tokens,): the largest magnitude; NaN where there is one. In one pass."""
-    return torch.linalg.vector_norm(x, ord=float("inf"), dim=(1, 2))
+        assert self._tokens is not None
+        return torch.where(self._tokens[:, None, None], float("nan"), x)
 
 
 class _In(torch.autograd.Function):
