@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +17,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-_MOMENT_S = 0.0005
+_HURRY_S = 0.0001  # a loop that comes back sooner does next to nothing with a batch
+_REST_S = 0.0005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,113 +89,145 @@ class Meter:
 
 
 class _Buffer(Generic[T]):
-    """A queue bounded in items and in bytes, with an end. One item always fits.
+    """A source, and what was read of it ahead: bounded in items and in bytes. One item always fits.
 
-    A side that waits is woken when half of what it may get is there: to wake it for each item takes more time
-    than to make one. It waits so for a moment only; then the least change wakes it.
+    Two threads read the source, in turns: the reader's ahead, as long as there is room; and the training
+    loop's own where it finds nothing ready and the reader is not at it. A loop in such a hurry would else
+    wait for another thread to be woken and to get the interpreter's lock, twice a few items, which takes
+    about as long as to make them. The reader rests then, until the loop has not come for a moment.
     """
 
-    def __init__(self, max_items: int, max_bytes: int, meter: Meter) -> None:
+    def __init__(
+        self, source: Iterator[T], size: Callable[[T], int], max_items: int, max_bytes: int, meter: Meter
+    ) -> None:
+        self._source, self._size = source, size
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._half = max(1, max_items // 2)
+        self._enough = max_items - max(1, max_items // 2)  # half of the room is free: worth waking for
         self._meter = meter
         self._lock = threading.Lock()
-        self._arrived = _Wakeup(self._lock)  # for who waits for items
-        self._freed = _Wakeup(self._lock)  # for who waits for room
+        self._arrived = threading.Condition(self._lock)  # the loop waits for an item
+        self._freed = threading.Condition(self._lock)  # the reader waits for its turn
+        self._is_parked = False  # the reader does so without a limit
+        self._is_being_read = False  # the source, by one of the two
+        self._rest_until = 0.0  # the reader's
         self._ended = False
         self._error: BaseException | None = None
         self.closed = threading.Event()
         self._first: float | None = None
+        self._left_at = float("-inf")  # when the loop got its last item
 
-    def put(self, item: T, num_bytes: int) -> bool:
-        """Wait for room. False where nobody wants any more."""
+    # -------------------------------------------------------------- the reader's thread
+
+    def fill(self) -> None:
+        """Read ahead until the end."""
+        while self._wait_for_turn():
+            self._read()
+        self._close_source()
+
+    def _wait_for_turn(self) -> bool:
+        """Until there is room and the loop is in no hurry. False where nobody wants any more."""
         with self._lock:
-            if self._full(num_bytes):
+            while not (self._ended or self.closed.is_set()):
                 start = time.monotonic()
-                self._arrived.wake()
-                self._freed.wait(lambda: self.closed.is_set() or not self._full(num_bytes), self._half)
-                self._meter.put_wait_s += time.monotonic() - start
-            if self.closed.is_set():
-                return False
-            self._items.append((item, num_bytes))
-            self._bytes += num_bytes
-            self._arrived.change(len(self._items))
-        return True
+                is_full = len(self._items) >= self._max_items or self._bytes >= self._max_bytes
+                rest_s = self._rest_until - start
+                if not (is_full or self._is_being_read or rest_s > 0):
+                    self._is_being_read = True
+                    return True
+                self._is_parked = is_full or rest_s <= 0
+                self._freed.wait(None if self._is_parked else rest_s)
+                self._is_parked = False
+                if is_full:
+                    self._meter.put_wait_s += time.monotonic() - start
+        return False
 
-    def _full(self, num_bytes: int) -> bool:
-        more = self._bytes + num_bytes > self._max_bytes
-        return bool(self._items) and (len(self._items) >= self._max_items or more)
-
-    def end(self, error: BaseException | None = None) -> None:
-        with self._lock:
-            self._ended, self._error = True, error
-            self._arrived.wake()
+    # -------------------------------------------------------------- the training loop's thread
 
     def get(self) -> T:
-        """The next item. Raises what the reader raised, StopIteration at the end."""
+        """The next item. Raises what the source raised, StopIteration at the end."""
         start = time.monotonic()
+        is_hurried = start - self._left_at < _HURRY_S
         with self._lock:
             occupancy = len(self._items)
-            if not self._items:
-                self._meter.waiting_since = None if self._first is None else start
-                self._freed.wake()
-                self._arrived.wait(self._has_news, self._half)
-                self._meter.waiting_since = None
+            is_mine = not occupancy and self._wants_turn(start, is_hurried)
+        if is_mine:
+            self._read()
+        with self._lock:
+            self._meter.waiting_since = None
             if not self._items:
                 error, self._error = self._error, None
                 raise error or StopIteration
             item, num_bytes = self._items.popleft()
             self._bytes -= num_bytes
             self._measure(start, occupancy)
-            self._freed.change(self._max_items - len(self._items))
+            if not is_hurried or (self._is_parked and len(self._items) <= self._enough):
+                self._is_parked = False
+                self._freed.notify()
         return item
 
-    def _has_news(self) -> bool:
-        return bool(self._items) or self._ended or self.closed.is_set()
+    def _wants_turn(self, start: float, is_hurried: bool) -> bool:
+        """Take the turn where nothing is ready and the reader is not at it; else wait for what it reads."""
+        self._meter.waiting_since = None if self._first is None else start
+        self._rest_until = start + _REST_S if is_hurried else 0.0
+        while not (self._items or self._ended or self.closed.is_set()):
+            if not self._is_being_read:
+                self._is_being_read = True
+                return True
+            self._arrived.wait()
+        return False
 
     def _measure(self, start: float, occupancy: int) -> None:
         now, meter = time.monotonic(), self._meter
         if self._first is None:
+            self._first = now
             meter.first_batch_s += now - start
         else:
             meter.get_wait_s += now - start
-            meter.elapsed_s += now - self._first
-        self._first = now
+            meter.elapsed_s += now - self._left_at
+        self._left_at = now
         meter.occupancy += occupancy
+
+    # -------------------------------------------------------------- either
+
+    def _read(self) -> None:
+        """Read one item, or the end, for whoever has the turn."""
+        try:
+            item = next(self._source)
+            entry = item, self._size(item)
+        except BaseException as error:
+            with self._lock:
+                self._ended, self._error = True, None if isinstance(error, StopIteration) else error
+                self._give_turn()
+        else:
+            with self._lock:
+                if not self.closed.is_set():
+                    self._items.append(entry)
+                    self._bytes += entry[1]
+                self._give_turn()
+        if self.closed.is_set():
+            self._close_source()
+
+    def _give_turn(self) -> None:
+        self._is_being_read = False
+        self._arrived.notify()
+
+    def _close_source(self) -> None:
+        """Let the source let go of what it holds, unless it is being read: who reads it comes here then."""
+        with self._lock:
+            if self._is_being_read:
+                return
+            self._is_being_read = True  # for good
+        if isinstance(self._source, Generator):
+            self._source.close()
 
     def close(self) -> None:
         self.closed.set()
         with self._lock:
             self._items.clear()
-            self._arrived.wake()
-            self._freed.wake()
-
-
-class _Wakeup:
-    """The wait of one thread for another, under their lock."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._condition = threading.Condition(lock)
-        self._enough = 1  # of items or of room: then who waits is woken
-
-    def wait(self, is_over: Callable[[], bool], enough: int) -> None:
-        """Until `is_over`; for a moment only woken at `enough`."""
-        self._enough = enough
-        if not is_over():
-            self._condition.wait(_MOMENT_S)
-        self._enough = 1
-        while not is_over():
-            self._condition.wait()
-
-    def change(self, num_there: int) -> None:
-        """There is so much of what is waited for."""
-        if num_there >= self._enough:
-            self._condition.notify()
-
-    def wake(self) -> None:
-        self._condition.notify()
+            self._arrived.notify()
+            self._freed.notify()
 
 
 class Prefetcher(Generic[T]):
@@ -214,10 +247,8 @@ class Prefetcher(Generic[T]):
         max_bytes: int,
         meter: Meter,
     ) -> None:
-        self._buffer: _Buffer[T] = _Buffer(max_items, max_bytes, meter)
-        thread = threading.Thread(
-            target=_run, args=(source, size, self._buffer), name="padfree-reader", daemon=True
-        )
+        self._buffer: _Buffer[T] = _Buffer(source(), size, max_items, max_bytes, meter)
+        thread = threading.Thread(target=self._buffer.fill, name="padfree-reader", daemon=True)
         # Holds no reference to self, so that forgetting the prefetcher ends the thread. It also runs at
         # exit, before daemon threads are frozen in the middle of a native call.
         self._finalizer = weakref.finalize(self, _shut, self._buffer, thread, cancel, os.getpid())
@@ -232,17 +263,6 @@ class Prefetcher(Generic[T]):
     def close(self) -> None:
         """End the thread. May be called again."""
         self._finalizer()
-
-
-def _run(source: Callable[[], Iterator[Any]], size: Callable[[Any], int], buffer: _Buffer[Any]) -> None:
-    try:
-        for item in source():
-            if not buffer.put(item, size(item)):
-                return
-    except BaseException as error:
-        buffer.end(error)
-    else:
-        buffer.end()
 
 
 def _shut(buffer: _Buffer[Any], thread: threading.Thread, cancel: Callable[[], None], owner_pid: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -54,21 +55,20 @@ def settled(source: Counting) -> int:
 def test_no_more_items_lie_ready_than_allowed(max_items: int) -> None:
     source = Counting()
     items = prefetcher(source, max_items=max_items)
-    # One more is made and waits for room.
-    assert settled(source) == max_items + 1
+    assert settled(source) == max_items
     assert [next(items) for _ in range(10)] == list(range(10))
-    assert settled(source) == 10 + max_items + 1
+    assert settled(source) == 10 + max_items
     items.close()
 
 
 def test_no_more_bytes_lie_ready_than_allowed_but_one_item_always_fits() -> None:
     source = Counting()
     items = prefetcher(source, max_items=100, max_bytes=10, size=lambda _: 4)
-    assert settled(source) == 2 + 1
+    assert settled(source) == 2 + 1  # the one that fills it up
     items.close()
     source = Counting()
     items = prefetcher(source, max_items=100, max_bytes=10, size=lambda _: 400)
-    assert settled(source) == 1 + 1
+    assert settled(source) == 1
     assert [next(items) for _ in range(5)] == list(range(5))
     items.close()
 
@@ -85,6 +85,83 @@ def test_the_end_and_an_error_come_after_what_was_read() -> None:
         next(items)
     assert list(items) == []
     assert list(prefetcher(lambda: iter([7, 8]))) == [7, 8]
+
+
+def who_reads(num_items: int, *, pause_s: float) -> list[str]:
+    """Which thread made each item, for a loop that takes `pause_s` an item."""
+
+    def source() -> Iterator[tuple[int, str]]:
+        for number in range(num_items):
+            yield number, threading.current_thread().name
+
+    items = prefetcher(source, max_items=2)
+    found = []
+    for item in items:
+        found.append(item)
+        if pause_s:
+            time.sleep(pause_s)
+    assert [number for number, _ in found] == list(range(num_items))
+    return [name for _, name in found]
+
+
+def test_a_loop_in_a_hurry_reads_itself_and_any_other_is_read_for() -> None:
+    mine = threading.current_thread().name
+    # Of what comes in a moment the reader can make a part only: it rests once the loop finds nothing ready.
+    assert who_reads(20_000, pause_s=0).count(mine) > 5_000
+    # A few may be late on a busy machine.
+    assert who_reads(100, pause_s=0.005).count("padfree-reader") > 80
+
+
+def test_the_reader_goes_on_once_a_hurry_is_over() -> None:
+    source = Counting()
+    items, taken = prefetcher(source, max_items=3), 0
+    for count in (1_000, 1, 2, 5_000):
+        assert [next(items) for _ in range(count)] == list(range(taken, taken + count))
+        taken += count
+        assert settled(source) == taken + 3
+    items.close()
+
+
+def test_what_the_loop_reads_itself_ends_and_fails_as_what_is_read_for_it() -> None:
+    """20,000 items are more than the reader makes before the loop finds nothing ready."""
+
+    def failing(error: BaseException | None) -> Iterator[int]:
+        yield from range(20_000)
+        if error is not None:
+            raise error
+
+    assert list(prefetcher(lambda: failing(None))) == list(range(20_000))
+    for error in (OSError("gone"), KeyboardInterrupt()):
+        items, found = prefetcher(lambda error=error: failing(error)), []
+        with pytest.raises(type(error)):
+            deque(map(found.append, items), 0)
+        assert found == list(range(20_000))
+        assert list(items) == []
+        items.close()
+
+
+def test_closed_while_the_loop_reads_itself_the_source_lets_go() -> None:
+    """Another thread closes; the loop is within the source, which waits there until it is cancelled."""
+    wake, asked, ended = threading.Event(), threading.Event(), threading.Event()
+    loop = threading.current_thread()
+
+    def waiting() -> Iterator[int]:
+        try:
+            while threading.current_thread() is not loop:
+                yield 1
+            asked.set()
+            wake.wait()
+            yield 2
+        finally:
+            ended.set()
+
+    items = prefetcher(waiting, cancel=wake.set)
+    closer = threading.Thread(target=lambda: (asked.wait(), items.close()))
+    closer.start()
+    assert set(items) <= {1}
+    closer.join()
+    assert ended.wait(30)
+    until(lambda: not [t for t in threading.enumerate() if t.name == "padfree-reader"])
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
