@@ -2,7 +2,8 @@
 
 One response is one Arrow IPC stream (service: GET /v1/datasets/{id}/stream): the schema message, then
 one record batch message a pack, then the end-of-stream mark. A response that stops without the mark is
-incomplete; whoever reads opens the stream again at the next step.
+incomplete; whoever reads opens the stream again at the next step. An epoch is read in several responses,
+whose lengths a `Portion` tells.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import http.client
 import json
 import socket
 import threading
+import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -26,6 +29,7 @@ from trainer_client.body import Body
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
+from trainer_client.portion import Portion
 from trainer_client.transport import Received, Request, RequestIds, capacities_of, decode
 
 _CONNECT_S = 10.0
@@ -41,7 +45,7 @@ _FAULTS = (OSError, http.client.HTTPException)  # TimeoutError and ssl.SSLError 
 class HttpTransport:
     """Reads one dataset's stream from a service.
 
-    `silence_s`: after so long without a byte the connection is taken for dead and opened again.
+    `portion`: how much is asked for at once, and after what silence an answer is given up.
     `ids`: each request is sent under one of them (X-Request-Id), and errors name it.
     """
 
@@ -53,7 +57,7 @@ class HttpTransport:
         dataset: str,
         *,
         token: str | None = None,
-        silence_s: float = 60.0,
+        portion: Portion | None = None,
         ids: RequestIds | None = None,
     ) -> None:
         parts = urlsplit(url)
@@ -61,13 +65,12 @@ class HttpTransport:
             raise ValueError(f"a url like http://host:8000 is required, found {url!r}")
         self.dataset, self._ids = dataset, ids or RequestIds()
         self.label = f"dataset {dataset} (stream {self._ids.stream})"
-        self._url = (
-            f"{parts.scheme}://{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
-        )
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._url = f"{parts.scheme}://{parts.hostname}:{port}"
         self._parts, self._given_url = parts, url
         self._path = f"{parts.path.rstrip('/')}/v1/datasets/{quote(dataset, safe='')}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._silence_s = silence_s
+        self._portion = portion or Portion()
         self._layout = Layout()
         self._token = token
         self._connection: http.client.HTTPConnection | None = None
@@ -107,9 +110,12 @@ class HttpTransport:
 
     def still_packing(self) -> bool:
         try:
-            return self._view().get("state") in ("queued", "packing")
+            is_packing = self._view().get("state") in ("queued", "packing")
         except Lost:
             return False
+        if is_packing:
+            self._portion.only_waits()
+        return is_packing
 
     def report(self, figures: dict[str, Any]) -> bool:
         headers = {**self._numbered_headers(), "Content-Type": "application/json"}
@@ -158,25 +164,44 @@ class HttpTransport:
     # -------------------------------------------------------------- the stream
 
     def packs(self, request: Request) -> Generator[Received, None, None]:
-        response = self._open(request)
-        whole = False
+        start, left = request.start, request.max_steps
+        while left is None or left:
+            count = self._portion.num_steps if left is None else min(left, self._portion.num_steps)
+            last = yield from self._answer(replace(request, start=start, max_steps=count))
+            if last != start + (count - 1) * request.stride:
+                return  # the epoch is over; whether rightly, the reader knows
+            start, left = start + count * request.stride, None if left is None else left - count
+
+    def _answer(self, request: Request) -> Generator[Received, None, int | None]:
+        """The packs of one response. Returns the number of the last one's step, None where none came."""
+        since, waited_s, last, whole = time.monotonic(), 0.0, None, False
         try:
+            response = self._open(request)
             body = Body(response)
             self._read_schema(body)
             while (received := self._read_message(body)) is not None:
+                if last is None:
+                    waited_s = time.monotonic() - since
+                last = received.stamp.step
                 yield received
             body.finish()
             whole = not response.will_close
-        except _FAULTS as error:
+            if last is not None:
+                self._portion.came(waited_s)
+            return last
+        except (Lost, *_FAULTS) as error:
+            if last is None:
+                self._portion.brought_nothing()
+            if isinstance(error, Lost):
+                raise
             raise Lost(f"the connection to {self._url} broke off: {_shown(error)}") from error
         finally:
             if not whole:
                 self._drop()
 
     def fresh(self) -> HttpTransport:
-        other = HttpTransport(
-            self._given_url, self.dataset, token=self._token, silence_s=self._silence_s, ids=self._ids
-        )
+        more: dict[str, Any] = {"token": self._token, "portion": replace(self._portion), "ids": self._ids}
+        other = HttpTransport(self._given_url, self.dataset, **more)
         other._layout = self._layout
         return other
 
@@ -204,13 +229,17 @@ class HttpTransport:
         try:
             if self._connection is None:
                 self._connection = self._dial()
+            self._connection.sock.settimeout(self._portion.patience_s)
             headers = self._numbered_headers()
             self._connection.request("GET", target, headers=headers)
             response = self._connection.getresponse()
         except _FAULTS as error:
+            is_asked = self._connection is not None
             self._drop()
             if kept and not self._closed and isinstance(error, ConnectionError | http.client.BadStatusLine):
                 return self._open(request)  # an idle connection the server had closed: no fault at all
+            if is_asked and isinstance(error, TimeoutError):
+                raise self._given_up(Silent, "of an answer") from error
             raise Lost(f"cannot reach {self._url}: {_shown(error)}") from error
         if response.status != 200:
             body = _quietly_read(response)
@@ -221,7 +250,6 @@ class HttpTransport:
     def _dial(self) -> http.client.HTTPConnection:
         connection = self._connect(_CONNECT_S)
         connection.connect()
-        connection.sock.settimeout(self._silence_s)
         with self._lock:
             self._socket = connection.sock  # http.client lets go of it in a response that ends by closing
             if self._closed:
@@ -272,15 +300,17 @@ class HttpTransport:
             found = body.ahead(size)
         except TimeoutError as error:
             kind = Silent if silent and not body.num_ready else Lost
-            raise kind(
-                f"{self._url} sent nothing for {self._silence_s:g} s, after {body.num_ready} of {size} "
-                f"bytes of {what}"
-            ) from error
+            raise self._given_up(kind, f"after {body.num_ready} of {size} bytes of {what}") from error
         if len(found) < size:
             raise Lost(f"{self._url} closed the stream after {len(found)} of {size} bytes of {what}")
         return found
 
     # -------------------------------------------------------------- errors
+
+    def _given_up(self, kind: type[Lost], where: str) -> Lost:
+        silence_s = self._portion.patience_s
+        self._portion.fell_silent()
+        return kind(f"{self._url} sent nothing for {silence_s:g} s, {where}")
 
     def _problem(self, response: http.client.HTTPResponse, body: bytes, request_id: str) -> Exception:
         """What an error status means, as the exception to raise. It names the request."""
@@ -326,11 +356,8 @@ def _query(request: Request) -> dict[str, Any]:
         query["stride"] = request.stride
     if split.balance != "none":
         query["balance"] = split.balance
-    if split.shuffle_seed is not None:
-        query["shuffle_seed"] = split.shuffle_seed
-    if request.max_steps is not None:
-        query["max_steps"] = request.max_steps
-    return query
+    given = {"shuffle_seed": split.shuffle_seed, "max_steps": request.max_steps}
+    return query | {name: value for name, value in given.items() if value is not None}
 
 
 def _header_size(prefix: memoryview) -> int:

@@ -187,12 +187,13 @@ def open_transport(
 ) -> Transport:
     """The way to `source`. Connects to nothing yet. ids: of the stream that it is for."""
     from trainer_client.folder import FolderTransport
+    from trainer_client.portion import Portion
     from trainer_client.remote import HttpTransport
 
     if is_service(source):
         # Long enough to be no trouble, short enough for several tries before the timeout.
-        silence_s = max(0.25, min(60.0, timeout_s / 10))
-        return HttpTransport(str(source), dataset, token=token, silence_s=silence_s, ids=ids)
+        portion = Portion(silence_s=max(0.25, min(60.0, timeout_s / 10)), longest_s=timeout_s / 2)
+        return HttpTransport(str(source), dataset, token=token, portion=portion, ids=ids)
     if "://" in str(source) and not is_url(source):
         raise ValueError(
             f"source: an http(s) url, or a store's folder or s3:// url is required, found {str(source)!r}"

@@ -40,6 +40,7 @@ class Fault:
     stall_s: float = 0.0
     flip_byte: int | None = None  # of the body
     end_after_steps: int | None = None  # an orderly end, too early
+    epoch: int | None = None  # waits for a request of it
 
 
 class FakeService:
@@ -93,6 +94,11 @@ class FakeService:
             self._server = None
         for connection in list(self._open):
             _reset(connection)
+
+    def next_fault(self, epoch: int) -> Fault:
+        if self.faults and self.faults[0].epoch in (None, epoch):
+            return self.faults.pop(0)
+        return self.always or Fault()
 
     def __enter__(self) -> FakeService:
         return self.start()
@@ -166,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, manifest: Manifest, query: dict[str, str]) -> None:
         self.fake.requests.append(query)
         self.fake.connections.add(self.client_address[1])
-        fault = self.fake.faults.pop(0) if self.fake.faults else self.fake.always or Fault()
+        fault = self.fake.next_fault(int(query["epoch"]))
         if fault.status is not None:
             more = {"Retry_After": fault.retry_after} if fault.retry_after else {}
             return self._problem(fault.status, "transient", "try again", **more)
