@@ -22,6 +22,7 @@ from service import logs
 from service.app import create_app
 from service.settings import Settings, SettingsError
 from service.state import Service
+from service.wire import with_wires
 
 log = logging.getLogger("padfree.service")
 
@@ -95,7 +96,7 @@ def check_store(settings: Settings) -> None:
 def server_for(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """The server of an application made by `create_app`; run it with a socket from `bind`."""
     config = uvicorn.Config(
-        app,
+        with_wires(app),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from packer import logs, traces
 from service import problems
 from service.metrics import Metrics
+from service.wire import wire_of
 
 log = logging.getLogger("padfree.access")
 
@@ -95,6 +96,8 @@ class RequestContext:
             if status == 0:
                 await problems.internal().response()(scope, receive, counted)
         finally:
+            if (wire := wire_of(scope)) is not None:
+                num_bytes += wire.num_bytes
             self._tell(scope, status, num_bytes, time.perf_counter() - since)
         return status
 

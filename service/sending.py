@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.state import Service
+from service.wire import Wire, wire_of
 
 log = logging.getLogger("padfree.service")
 
@@ -51,7 +52,7 @@ class ChunkedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         how = "disconnected"
-        sending = asyncio.create_task(self._send(send))
+        sending = asyncio.create_task(self._send(send, wire_of(scope)))
         gone = asyncio.create_task(_disconnected(receive))
         stopping = asyncio.create_task(self._service.stopping.wait())
         tasks = (sending, gone, stopping)
@@ -75,7 +76,7 @@ class ChunkedResponse(Response):
             await asyncio.gather(*tasks, return_exceptions=True)
             self._on_end(how)
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, wire: Wire | None) -> None:
         started = False
         waited = self._service.metrics.wait_seconds.labels("reader")
         served = self._service.metrics.served_bytes.labels(self._kind)
@@ -87,12 +88,16 @@ class ChunkedResponse(Response):
                 if len(chunk) == 0:
                     continue
                 since = time.perf_counter()
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if wire is not None:
+                    await wire.write(chunk)
+                else:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 waited.inc(time.perf_counter() - since)
                 served.inc(len(chunk))
                 # Neither reading what is in memory nor sending need ever wait: without this nobody else's
                 # turn would come, and a reader that has gone would be sent all that is left.
-                await asyncio.sleep(0)
+                if wire is None or not wire.must_wait:
+                    await asyncio.sleep(0)
         if not started:
             await send(self._start())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
