@@ -214,15 +214,14 @@ class Feeds:
     def __init__(self, store: Store, executor: Executor) -> None:
         self._store, self._executor = store, executor
         self._feeds: OrderedDict[str, Feed] = OrderedDict()
+        self._asking: dict[str, asyncio.Future[bool]] = {}  # whether a dataset is there
         self._ready_s: dict[str, float] = {}  # dataset: time.monotonic when it was seen to be ready
 
     async def get(self, dataset: str) -> Feed:
         """The feed of a dataset that the store has. Raises the Problem unknown-dataset."""
         if not _DATASET.fullmatch(dataset):
             raise problems.unknown_name()
-        loop = asyncio.get_running_loop()
-        key = dataset_key(dataset, "spec.json")
-        if not await loop.run_in_executor(self._executor, self._store.exists, key):
+        if not await self._is_there(dataset):
             self.drop(dataset)
             raise problems.unknown_dataset(dataset)
         feed = self._feeds.get(dataset)
@@ -231,6 +230,15 @@ class Feeds:
             self._shrink()
         self._feeds.move_to_end(dataset)
         return feed
+
+    async def _is_there(self, dataset: str) -> bool:
+        """Ranks that come at the same time ask the store once."""
+        if (asking := self._asking.get(dataset)) is None:
+            key = dataset_key(dataset, "spec.json")
+            loop = asyncio.get_running_loop()
+            asking = self._asking[dataset] = loop.run_in_executor(self._executor, self._store.exists, key)
+            asking.add_done_callback(lambda _: self._asking.pop(dataset))
+        return await asyncio.shield(asking)
 
     async def states(self) -> list[str]:
         """The state of each dataset. What is ready is asked for again only now and then."""

@@ -24,6 +24,7 @@ from service.feeds import Feed, Snapshot
 from service.files import ShardMissing, WouldBlock
 from service.plan import ChunkReader, StreamRequest, deal, epoch_order
 from service.problems import Problem
+from service.queries import PlainQueries
 from service.sending import ChunkedResponse, CutOff
 from service.state import Service, service_of
 
@@ -32,7 +33,7 @@ MEDIA_TYPE = "application/vnd.apache.arrow.stream"
 _MAX_MERGED = 4096  # packs that one record batch may hold: a step is put together in memory
 _FIRST_CHUNK_BYTES = 64 << 10  # then doubling, so that the first step leaves at once
 
-router = APIRouter(prefix="/v1", tags=["stream"])
+router = APIRouter(prefix="/v1", tags=["stream"], route_class=PlainQueries)
 
 
 def _blank_is_none(value: Any) -> Any:
