@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -193,6 +194,7 @@ def encode_message(packs: Sequence[Pack], *, stamp: Stamp) -> bytes:
     return bytes(message)
 
 
+@functools.lru_cache(maxsize=64)
 def schema_message(dataset: str) -> bytes:
     """The first message of a stream."""
     return schema(dataset).serialize().to_pybytes()
