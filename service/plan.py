@@ -112,12 +112,13 @@ def deal(request: StreamRequest, epoch: EpochOrder) -> order.Deal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """Messages to send, in order, one pack each. Lists where they are gone through one by one, for one element
-    of an array costs as much as a small read; (k,) but for `bounds`, which has one more.
+    """Messages to send, in order, one pack each; (k,) but for `bounds`, which has one more. Lists where they
+    are gone through one by one, for one element of an array costs as much as a small read.
 
     step, num_items, step_done: int64, int64, bool. is_filler: of a pack that only fills up a step. shard,
-    offset: where the message lies. joined: up to which message they lie end to end in one shard. bounds: bytes
-    from the first message to where each begins, and to the end of the last. text: what the stamp is to say.
+    offset: where the message lies. joined: up to which message they lie end to end in one shard. bounds:
+    bytes from the first message to where each begins, and to the end of the last. text: what the stamp is
+    to say.
     """
 
     step: NDArray[np.int64]

@@ -1,5 +1,8 @@
-"""Queries that are as they should be, read without FastAPI's general way, which takes half a millisecond for a
-stream's 13 parameters: many ranks ask at once, and whoever is last waits for all of it."""
+"""Queries that are in order, read without FastAPI's general way.
+
+That takes a third of a millisecond for a stream's 13 parameters; many ranks ask at once, and whoever is last
+waits for them all.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """The bytes of a long answer, handed to the connection as they lie.
 
 What goes through ASGI's `send` passes every middleware, and uvicorn copies each chunk to put its size before
-it. A stream spends more on that than on the kernel's copy of its bytes. So where the server is uvicorn's with
-httptools, the parts of a body go to the transport themselves, as `writelines`: the same bytes on the wire, the
-same flow control. An answer's beginning and end, and whatever another server runs, go by ASGI.
+it. So where uvicorn and httptools serve, the parts of a body go to the transport themselves, with the same
+bytes on the wire and the same flow control. Its beginning and end go by ASGI, and all of it elsewhere.
 """
 
 from __future__ import annotations
@@ -60,7 +59,10 @@ def wire_of(scope: Scope) -> Wire | None:
 
 
 def with_wires(app: ASGIApp) -> ASGIApp:
-    """The application for uvicorn to run: each request knows its wire. Outermost: below it, `send` is wrapped."""
+    """The application for uvicorn to run, in which each request knows its wire.
+
+    It has to be outermost, for what is below wraps `send`.
+    """
     if RequestResponseCycle is None:
         return app
 

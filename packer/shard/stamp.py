@@ -128,7 +128,7 @@ def stamp_text(*, epoch: int, step: int, num_items: int, step_done: bool) -> byt
     Raises ShardError for numbers that have no room.
     """
     text = _ROOM_FORMAT % (epoch, step, num_items, step_done)
-    if len(text) != _ROOM_LENGTH:
+    if len(text) != _ROOM_LENGTH or min(epoch, step, num_items) < 0:
         raise ShardError(f"a stamp has no room for epoch {epoch}, step {step}, {num_items} items")
     return text
 
@@ -171,7 +171,7 @@ def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -
             hint = _find_stamp(data[start : start + header_bytes])
             at = start + hint
             _, crc, stays, room = read(data, at)
-        # A room that is not at rest goes in as it is: who receives the message finds that its checksum is wrong.
+        # A damaged room counts as it is: who receives the message finds that its checksum is wrong.
         before = _REST if room == _AT_REST else crc32(room)
         changed = int(crc, 16) ^ before ^ crc32(text)
         write(data, at + _CRC_AT, hexlify(changed.to_bytes(4, "big")), stays, text)

@@ -350,3 +350,33 @@ def test_every_byte_of_a_stamp_that_was_sent_is_checked(way: str) -> None:
                 damaged[place] = other
                 with pytest.raises(ShardError):
                     shard.verify_message(damaged, header_bytes)
+
+
+def test_many_texts_of_stamps_are_those_of_each() -> None:
+    numbers = [0, 1, 999, 1000, 12_345_678, 10**11, 10**12 - 1]
+    step, items = np.array(numbers), np.array(numbers[::-1])
+    done = np.arange(len(numbers)) % 2 == 0
+    texts = shard.stamp_texts(epoch=12, step=step, num_items=items, step_done=done)
+    assert texts == [
+        shard.stamp_text(epoch=12, step=int(s), num_items=int(i), step_done=bool(d))
+        for s, i, d in zip(step, items, done, strict=True)
+    ]
+    assert shard.stamp_texts(epoch=0, step=step[:0], num_items=items[:0], step_done=done[:0]) == []
+    with pytest.raises(ShardError, match="no room for epoch 0, step 1000000000000, 1 items"):
+        shard.stamp_texts(epoch=0, step=np.array([10**12]), num_items=np.array([1]), step_done=done[:1])
+    with pytest.raises(ShardError, match="no room for epoch 100000000"):
+        shard.stamp_texts(epoch=10**8, step=step, num_items=items, step_done=done)
+    with pytest.raises(ShardError, match="no room for epoch 0, step 5, -1 items"):
+        shard.stamp_texts(epoch=0, step=np.array([5]), num_items=np.array([-1]), step_done=done[:1])
+
+
+def test_a_stamp_that_is_damaged_at_rest_is_not_made_whole() -> None:
+    """Stamping keeps a wrong checksum wrong, so that who receives the message finds it out."""
+    message, header_bytes = _message(random_packs(1))
+    at = bytes(message).index(b"step=") + 7
+    damaged = bytearray(message)
+    damaged[at] ^= 1
+    text = shard.stamp_text(epoch=1, step=2, num_items=3, step_done=True)
+    shard.stamp_all(memoryview(damaged), [0], [text])
+    with pytest.raises(ShardError, match="checksum"):
+        shard.verify_message(damaged, header_bytes)

@@ -1,0 +1,46 @@
+"""What requests that come at the same time share."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from packs import build_dataset, numbered_packs
+
+from packer.store import LocalStore
+from service.feeds import Feeds
+from service.problems import Problem
+
+
+class SlowStore(LocalStore):
+    def __init__(self, root):
+        super().__init__(root)
+        self.num_asked, self.answers = 0, threading.Event()
+
+    def exists(self, key):
+        self.num_asked += 1
+        self.answers.wait(10)
+        return super().exists(key)
+
+
+def test_ranks_that_come_at_once_ask_the_store_once(tmp_path):
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2)
+    store = SlowStore(tmp_path)
+
+    async def run():
+        with ThreadPoolExecutor(4) as executor:
+            feeds = Feeds(store, executor)
+            asking = [asyncio.create_task(feeds.get(dataset)) for _ in range(8)]
+            await asyncio.sleep(0.05)
+            asking[0].cancel()  # who goes away takes nothing from the others
+            await asyncio.sleep(0)
+            store.answers.set()
+            found = await asyncio.gather(*asking[1:])
+            assert len(set(map(id, found))) == 1
+            assert store.num_asked == 1
+            await feeds.get(dataset)
+            assert store.num_asked == 2  # who comes later wants to know how it is then
+            with pytest.raises(Problem):
+                await feeds.get("0" * 32)
+
+    asyncio.run(run())
