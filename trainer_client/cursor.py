@@ -152,11 +152,12 @@ def to_state(
     }
 
 
-def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
+def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_steps: bool = False) -> Cursor:
     """The cursor in `state`. Raises StateMismatch where it is of another dataset or order.
 
-    world_size, packs_per_step and tail may differ: what is left is dealt out by the stream's own. balance
-    may, save within an optimiser step, whose packs it reorders; micro_batches may not within one.
+    marks_steps: whether it is a "step" dataset. world_size, packs_per_step and tail may differ: what is left
+    is dealt out by the stream's own. balance may, save within an optimiser step, whose packs it reorders.
+    micro_batches may not within one, nor then all that deals a step; in a "step" dataset they mean nothing.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"a state as state_dict() gives it is required, found {type(state).__name__}")
@@ -194,19 +195,19 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str) -> Cursor:
             hint="it was saved within an optimiser step, whose packs have another order then: open the "
             "stream with the balance of the state",
         )
-    if cursor.micro_step and max(split.micro_batches, state.get("micro_batches", 1)) > 1:
-        names = ("world_size", "packs_per_step", "micro_batches")
-        wanted, found = (getattr(split, name) for name in names), (state.get(name, 1) for name in names)
-        _require_same_step(tuple(wanted), tuple(found), names)
+    if cursor.micro_step and not marks_steps and max(split.micro_batches, state.get("micro_batches", 1)) > 1:
+        names = ("world_size", "packs_per_step", "micro_batches", "tail")
+        wanted = {name: getattr(split, name) for name in names}
+        _require_same_step(wanted, {name: state.get(name, wanted[name]) for name in names})
     return cursor
 
 
-def _require_same_step(wanted: tuple[Any, ...], found: tuple[Any, ...], names: tuple[str, ...]) -> None:
+def _require_same_step(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
     if wanted != found:
         raise StateMismatch(
-            ", ".join(names),
-            wanted=wanted,
-            found=found,
+            ", ".join(wanted),
+            wanted=tuple(wanted.values()),
+            found=tuple(found.values()),
             hint="it was saved between two micro-batches of an optimiser step, which is dealt otherwise "
             "here: load a state of a whole step (batch.step_done), or open the stream as it was",
         )

@@ -319,20 +319,21 @@ class PackedStream:
 
         Raises StateMismatch for a state of another dataset or shuffle_seed, or from beyond its end.
         """
+        layout = Layout()
+        # Where the size cannot be told now, reading tells why.
+        with contextlib.suppress(Lost, UnknownDataset, DatasetFailed, DataDamaged, StreamRefused):
+            layout = self._transport.layout()
         try:
-            cursor = from_state(state, self._split, self.dataset)
+            cursor = from_state(state, self._split, self.dataset, marks_steps=layout.step_sizes is not None)
         except StateMismatch as error:
             if error.what == "dataset":
-                other = open_transport(
-                    self._source, str(error.found), token=self._token, timeout_s=self._timeout_s
-                )
+                more: dict[str, Any] = {"token": self._token, "timeout_s": self._timeout_s}
+                other = open_transport(self._source, str(error.found), **more)
                 raise error.because(specs.differences(self._transport, other)) from None
             raise
         skips, term = skips_from(state.get("skip", ())), term_from(state, self._term.epochs)
         num_fillers = fillers_in(state)
-        # Where the size cannot be told now, reading tells why.
-        with contextlib.suppress(Lost, UnknownDataset, DatasetFailed, DataDamaged, StreamRefused):
-            require_place(cursor.packs, num_fillers, self._transport.layout(), self.dataset)
+        require_place(cursor.packs, num_fillers, layout, self.dataset)
         self._cursor, self._skips, self._term, self._ended = cursor, skips, term, False
         self._num_fillers = num_fillers
         self.close()

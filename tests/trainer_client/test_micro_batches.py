@@ -85,7 +85,7 @@ def test_whole_steps_go_on_on_another_split_and_parts_of_one_are_refused(tmp_pat
         for rank in range(split.get("world_size", 1)):
             stream = PackedStream(tmp_path, dataset=dataset, rank=rank, **split)
             with pytest.raises(
-                StateMismatch, match=r"micro_batches.*\(2, 3, 3\).*load a state of a whole step"
+                StateMismatch, match=r"micro_batches.*\(2, 3, 3, 'drop'\).*load a state of a whole step"
             ):
                 stream.load_state_dict(states[1])
             stream.load_state_dict(states[5])  # two steps of six packs
@@ -142,6 +142,27 @@ def test_a_step_dataset_has_its_own(tmp_path: Path) -> None:
         for count in (1, 4)
     )
     assert plain == asked
+
+
+def test_within_a_step_that_a_step_dataset_marks_they_change_nothing(source: str, tmp_path: Path) -> None:
+    """A state goes on with another number of them, and on another world size."""
+    dataset = build_step_dataset(tmp_path, numbered_packs(7), [5, 2])
+    options: dict[str, Any] = {"dataset": dataset, "micro_batches": 3}
+    stream = PackedStream(source, **options, world_size=2)
+    assert [int(one.example_ids[0]) for one in itertools.islice(stream, 2)] == [0, 2]
+    assert stream.state_dict()["micro_step"] == 2
+    again = PackedStream(source, **options)
+    again.load_state_dict(stream.state_dict())
+    assert [int(one.example_ids[0]) for one in again] == [4, 5, 6]
+
+
+def test_within_a_step_the_tail_is_not_changed(tmp_path: Path) -> None:
+    """A last step that is not full is not left half trained."""
+    dataset = build_dataset(tmp_path, numbered_packs(5), packs_per_shard=5)
+    stream = PackedStream(tmp_path, dataset=dataset, micro_batches=3, tail="pad")
+    taken = list(itertools.islice(stream, 4))
+    with pytest.raises(StateMismatch, match=r"tail.*'drop'.*'pad'.*load a state of a whole step"):
+        PackedStream(tmp_path, dataset=dataset, micro_batches=3).load_state_dict(taken[3].state)
 
 
 def test_a_mixture_keeps_micro_batches_together(tmp_path: Path) -> None:
