@@ -49,7 +49,7 @@ COMPILE := uv pip compile --universal --python-version 3.11 --generate-hashes \
 IMAGES := deploy/requirements
 lock:
 	$(COMPILE) --excludes requirements-torch.txt pyproject.toml --extra dev -o requirements.txt
-	$(COMPILE) -c requirements.txt pyproject.toml -o $(IMAGES)/client.txt
+	$(COMPILE) -c requirements.txt pyproject.toml --extra isal -o $(IMAGES)/client.txt
 	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/service.in --extra service --extra fast -o $(IMAGES)/service.txt
 	$(COMPILE) -c requirements.txt pyproject.toml $(IMAGES)/demo.in -o $(IMAGES)/demo.txt
 	$(COMPILE) $(IMAGES)/build.in -o $(IMAGES)/build.txt

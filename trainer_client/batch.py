@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.shard import IGNORE_INDEX, PADDING_ID, Pack, position_ids
+from packer.shard import PADDING_ID, Pack, labels, position_ids
 
 if TYPE_CHECKING:
     from trainer_client.device import Upload
@@ -77,7 +77,7 @@ class PackedBatch:
     @property
     def labels(self) -> NDArray[np.int32]:
         """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
-        return np.where(self.loss_mask, self.input_ids, np.int32(IGNORE_INDEX))
+        return labels(self.input_ids, self.loss_mask)
 
     @property
     def seq_idx(self) -> NDArray[np.int32]:
@@ -87,8 +87,8 @@ class PackedBatch:
     @property
     def num_bytes(self) -> int:
         """What the arrays take in memory."""
-        arrays = (self.input_ids, self.loss_mask, self.cu_seqlens, self.example_ids)
-        return sum(array.nbytes for array in arrays)
+        of_tokens = self.input_ids.nbytes + self.loss_mask.nbytes
+        return of_tokens + self.cu_seqlens.nbytes + self.example_ids.nbytes
 
     def with_upload(self, upload: Upload) -> PackedBatch:
         """The same batch, whose arrays are also on a device."""
@@ -139,7 +139,9 @@ def flatten(
     nothing else.
     """
     num_real = padding.count(False)
-    one = _joined([pack for pack, fills in zip(packs, padding, strict=True) if not fills] or packs[:1])
+    if 0 < num_real < len(packs):
+        packs = [pack for pack, fills in zip(packs, padding, strict=True) if not fills]
+    one = packs[0] if len(packs) == 1 or not num_real else _joined(packs)
     return PackedBatch(
         input_ids=one.input_ids,
         loss_mask=one.loss_mask,
@@ -181,8 +183,6 @@ def join(batches: Sequence[PackedBatch], **changed: Any) -> PackedBatch:
 
 
 def _joined(packs: Sequence[Pack]) -> Pack:
-    if len(packs) == 1:
-        return packs[0]
     return Pack(
         input_ids=_concat([pack.input_ids for pack in packs]),
         loss_mask=_concat([pack.loss_mask for pack in packs]),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.order import StepDeal, step_order
+from packer.shard import Pack
 from trainer_client.cursor import Cursor, Split
 from trainer_client.errors import DatasetTooSmall, StateMismatch
 
@@ -117,6 +118,8 @@ class Course:
     skips: tuple[Skip, ...] = ()
     _deal: StepDeal | None = field(init=False, default=None)
     _gaps: list[tuple[int, int]] = field(init=False)  # loop steps left out, rising, apart
+    # Loop steps to the end, those left out counted; None while the dataset is being packed.
+    num_steps: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         sizes = self.layout.step_sizes
@@ -124,15 +127,9 @@ class Course:
             made = step_order(sizes, epoch=self.start.epoch, shuffle_seed=self.split.shuffle_seed)
             self._deal = StepDeal(order=made, offset=self.start.packs, world_size=self.split.world_size)
         self._gaps = _merged(self._gap(skip) for skip in self.skips if skip.epoch == self.start.epoch)
-
-    @property
-    def num_steps(self) -> int | None:
-        """Loop steps to the end, those left out counted; None while the dataset is being packed."""
-        if self.layout.num_packs is None:
-            return None
-        if self._deal is not None:
-            return self._deal.num_steps
-        return self.split.num_steps(self.layout.num_packs, offset=self.start.packs)
+        if self.layout.num_packs is not None:
+            whole = self.split.num_steps(self.layout.num_packs, offset=self.start.packs)
+            self.num_steps = whole if self._deal is None else self._deal.num_steps
 
     @property
     def num_kept(self) -> int | None:
@@ -176,8 +173,8 @@ class Course:
         """Batches that make a step: one, or those that the stream was asked for."""
         return self.split.micro_batches if self._deal is None else 1
 
-    def room_of(self, num_tokens: Sequence[int]) -> int | None:
-        """Tokens that a batch of packs of these lengths has room for: one of few numbers. None: not known.
+    def room_of(self, packs: Sequence[Pack]) -> int | None:
+        """Tokens that a batch of these packs has room for: one of few numbers. None: not known.
 
         A pack is of the smallest capacity that holds it, since what stands in it fits into no smaller one.
         One pack a batch has its own capacity. Several have the sum of theirs, rounded up to a multiple of
@@ -186,7 +183,8 @@ class Course:
         capacities = self.layout.capacities
         if capacities is None or len(capacities) == 1:
             return None if capacities is None else capacities[0] * self.packs_a_step // self.micro_batches
-        each = [min((c for c in capacities if c >= n), default=capacities[-1]) for n in num_tokens]
+        lengths = (pack.num_tokens for pack in packs)
+        each = [min((c for c in capacities if c >= n), default=capacities[-1]) for n in lengths]
         return -(-sum(each) // max(each)) * max(each)
 
     def knows(self, step: int) -> bool:
@@ -214,14 +212,16 @@ class Course:
 
     def after(self, step: int) -> Cursor:
         """The cursor once `step` was taken by all ranks."""
+        start, number = self.start, step + 1
         if self._deal is None:
-            packs, micro = self.start.packs + (step + 1) * self.split.packs_of_step, 0
-        else:
-            dealt = self._deal.take(np.array([step]), 0)
-            packs = int(dealt.after[0])
-            micro = 0 if dealt.done[0] else self._micro_step(step) + 1
+            if self.num_steps is not None and number >= self.num_steps:
+                return Cursor(epoch=start.epoch + 1)  # as `normal` says it
+            packs = start.packs + number * self.split.packs_of_step
+            return Cursor(epoch=start.epoch, packs=packs, step=start.step + number)
+        dealt = self._deal.take(np.array([step]), 0)
+        micro = 0 if dealt.done[0] else self._micro_step(step) + 1
         cursor = Cursor(
-            epoch=self.start.epoch, packs=packs, step=self.start.step + step + 1, micro_step=micro
+            epoch=start.epoch, packs=int(dealt.after[0]), step=start.step + number, micro_step=micro
         )
         return normal(cursor, self.split, self.layout)
 

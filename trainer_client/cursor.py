@@ -152,6 +152,25 @@ def to_state(
     }
 
 
+def state_at(cursor: Cursor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same state of a stream that stands at `cursor`."""
+    return {
+        **state,
+        "epoch": cursor.epoch,
+        "packs": cursor.packs,
+        "step": cursor.step,
+        "micro_step": cursor.micro_step,
+        "skip": [dict(one) for one in state["skip"]],
+    }
+
+
+def place_in(state: Mapping[str, Any]) -> Cursor:
+    """Where a stream stands that gave this state itself."""
+    return Cursor(
+        epoch=state["epoch"], packs=state["packs"], step=state["step"], micro_step=state["micro_step"]
+    )
+
+
 def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_steps: bool = False) -> Cursor:
     """The cursor in `state`. Raises StateMismatch where it is of another dataset or order.
 

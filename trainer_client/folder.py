@@ -24,7 +24,8 @@ from trainer_client.transport import Received, Request, capacities_of, decode
 
 _MAX_OPEN_SHARDS = 32  # a map holds a file descriptor; a permuted epoch touches shards in any order
 _POLL_S = 0.1
-_WINDOW = 256  # steps planned at once
+_WINDOW = 256  # steps planned at once, and up to four times as many where they have few packs
+_WINDOW_PACKS = 4096
 
 
 class FolderTransport:
@@ -95,7 +96,8 @@ class FolderTransport:
                 epoch = self._wait_for_step(request, step)
                 if epoch is None:
                     return
-            stop = min(epoch.num_steps, step + _WINDOW * request.stride)
+            window = min(max(_WINDOW, _WINDOW_PACKS // request.split.packs_of_step), 4 * _WINDOW)
+            stop = min(epoch.num_steps, step + window * request.stride)
             steps = np.arange(step, stop, request.stride)[:left]
             yield from self._steps(epoch, steps)
             step += len(steps) * request.stride

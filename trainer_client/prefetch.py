@@ -72,6 +72,12 @@ class Meter:
         self.occupancy = 0
         self.waiting_since: float | None = None  # the loop waits for a batch, not its first, now
 
+    def count(self, num_tokens: int, num_bytes: int) -> None:
+        """A batch was taken."""
+        self.num_batches += 1
+        self.num_tokens += num_tokens
+        self.num_bytes += num_bytes
+
     def stats(self) -> StreamStats:
         return StreamStats(
             num_batches=self.num_batches,

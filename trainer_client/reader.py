@@ -14,10 +14,9 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from packer.shard import Pack
 from trainer_client.batch import PackedBatch, flatten
 from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_place, require_steps
-from trainer_client.cursor import Cursor, Split, Term, to_state
+from trainer_client.cursor import Cursor, Split, Term, state_at, to_state
 from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamTimeout
 from trainer_client.multiples import with_multiple
 from trainer_client.prefetch import Meter
@@ -109,6 +108,11 @@ class Reader:
     cancelled: threading.Event = field(default_factory=threading.Event)
     layout: Layout | None = None
     end: Cursor | None = None  # where the iteration ended, once it has
+    _state: dict[str, Any] = field(init=False)  # of the stream, at its start
+
+    def __post_init__(self) -> None:
+        skips = [skip.to_document() for skip in self.skips]
+        self._state = to_state(Cursor(), self.split, self.transport.dataset, self.term, skips)
 
     def cancel(self) -> None:
         """End `batches` from another thread."""
@@ -292,9 +296,6 @@ class Reader:
             raise Lost(f"step {step} came, but the dataset does not list its optimiser step yet")
         return course
 
-    def _padded(self, pack: Pack) -> Pack:
-        return pack if self.segment_multiple == 1 else with_multiple(pack, self.segment_multiple)
-
     def _batches(self, group: list[Received], course: Course, step: int) -> list[PackedBatch]:
         """The batches of a step; at the start those that are not taken yet."""
         count = course.micro_batches
@@ -318,20 +319,17 @@ class Reader:
     ) -> PackedBatch:
         """Micro-batch `number` of a step, after which the stream stands at `after`."""
         stamp, packs = group[-1].stamp, [received.pack for received in group]
+        room = course.room_of(packs)
+        if self.segment_multiple > 1:
+            packs = [with_multiple(pack, self.segment_multiple) for pack in packs]
         return flatten(
-            [self._padded(pack) for pack in packs],
+            packs,
             padding=[received.stamp.padding for received in group],
             epoch=course.start.epoch,
             step=(course.start.step + step) * course.micro_batches + number,
             optimizer_step=course.optimizer_step(step),
             num_items=stamp.num_items,
             step_done=stamp.step_done,
-            max_tokens=course.room_of([pack.num_tokens for pack in packs]),
-            state=to_state(
-                after,
-                self.split,
-                self.transport.dataset,
-                self.term,
-                [skip.to_document() for skip in self.skips],
-            ),
+            max_tokens=room,
+            state=state_at(after, self._state),
         )

@@ -31,6 +31,7 @@ from trainer_client.cursor import (
     Term,
     fillers_in,
     from_state,
+    place_in,
     term_from,
     to_state,
 )
@@ -211,9 +212,7 @@ class PackedStream:
                 self._require_current(iteration)
                 # Before the loop's body runs: a state saved in it counts this batch as taken.
                 self._follow(batch.state)
-                self._meter.num_batches += 1
-                self._meter.num_tokens += batch.num_tokens
-                self._meter.num_bytes += batch.num_bytes
+                self._meter.count(batch.num_tokens, batch.num_bytes)
                 yield batch
                 self._require_current(iteration)
             self._require_current(iteration)
@@ -226,7 +225,7 @@ class PackedStream:
 
     def _follow(self, state: Mapping[str, Any]) -> None:
         """Stand where another process's copy of this stream does."""
-        self._cursor = Cursor(**{name: state[name] for name in Cursor.__slots__})
+        self._cursor = place_in(state)
 
     def _came_to_the_end(self) -> None:
         """The copy's iteration did."""

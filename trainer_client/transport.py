@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from packer import names, shard
 from packer.shard import Pack, ShardError, Stamp
@@ -36,8 +36,7 @@ class Request:
     max_steps: int | None = None  # None: to the end of the epoch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Received:
+class Received(NamedTuple):
     """One verified pack and what its message says of the step: `stamp.step` counts from the offset."""
 
     pack: Pack

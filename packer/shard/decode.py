@@ -82,8 +82,12 @@ def decode_message(message: bytes | bytearray | memoryview) -> list[Pack]:
     return decode_batch(batch)
 
 
-_LZ4 = pa.Codec("lz4")
+_decompress = pa.Codec("lz4").decompress
 _int64 = struct.Struct("<q").unpack_from
+# Looked up once: names and types found anew take a microsecond a pack.
+_frombuffer, _unpackbits = np.frombuffer, np.unpackbits
+_INT32, _INT64, _UINT8, _BOOL = map(np.dtype, (np.int32, np.int64, np.uint8, np.bool_))
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error)
 
 
 def decode_pack(message: memoryview, header_bytes: int) -> Pack:
@@ -98,31 +102,34 @@ def decode_pack(message: memoryview, header_bytes: int) -> Pack:
     if min(lengths) < 0 or min(extents) < 0:
         raise ShardError(f"lengths must not be negative, found {lengths} and {extents}")
     num_tokens, num_bits, num_bounds, num_segments = lengths
+    ids_at, ids_size, mask_at, mask_size, cu_at, cu_size, examples_at, examples_size = extents
     body, take = message[header_bytes:], _decompressed if is_compressed else _copied
     try:
-        bits = take(body, extents[2], extents[3], np.uint8, -(-num_bits // 8))
+        bits = take(body, mask_at, mask_size, _UINT8, -(-num_bits // 8))
         return Pack(
-            input_ids=take(body, extents[0], extents[1], np.int32, num_tokens),
-            loss_mask=np.unpackbits(bits, count=num_bits, bitorder="little").view(np.bool_),
-            cu_seqlens=take(body, extents[4], extents[5], np.int32, num_bounds),
-            example_ids=take(body, extents[6], extents[7], np.int64, num_segments),
+            input_ids=take(body, ids_at, ids_size, _INT32, num_tokens),
+            loss_mask=_unpackbits(bits, None, num_bits, "little").view(_BOOL),
+            cu_seqlens=take(body, cu_at, cu_size, _INT32, num_bounds),
+            example_ids=take(body, examples_at, examples_size, _INT64, num_segments),
         )
-    except (pa.ArrowException, OSError, ValueError, OverflowError, struct.error) as error:
+    except _UNREADABLE as error:
         raise ShardError(f"not a record batch of this format: {error}") from error
 
 
-def _decompressed(body: memoryview, start: int, size: int, dtype: type, count: int) -> np.ndarray:
+def _decompressed(body: memoryview, start: int, size: int, dtype: np.dtype, count: int) -> np.ndarray:
     """`count` values out of a compressed buffer of a message, as an array of its own."""
     if count == 0:
         return np.empty(0, dtype)
     (num_bytes,) = _int64(body, start)
     if num_bytes == -1:  # left as it was: compression would not have made it smaller
         return _copied(body, start + 8, size - 8, dtype, count)
-    return np.frombuffer(_LZ4.decompress(body[start + 8 : start + size], num_bytes), dtype, count)
+    if num_bytes < count * dtype.itemsize:
+        raise ValueError(f"{count} values need more than {num_bytes} bytes")
+    return _frombuffer(_decompress(body[start + 8 : start + size], num_bytes, True), dtype, count)
 
 
-def _copied(body: memoryview, start: int, size: int, dtype: type, count: int) -> np.ndarray:
-    return np.frombuffer(body[start : start + size], dtype, count).copy()
+def _copied(body: memoryview, start: int, size: int, dtype: np.dtype, count: int) -> np.ndarray:
+    return _frombuffer(body[start : start + size], dtype, count).copy()
 
 
 def iter_messages(data: bytes | memoryview) -> Iterator[tuple[int, int, int]]:

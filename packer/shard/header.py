@@ -24,7 +24,6 @@ _HEADER_TYPE, _HEADER = 1, 2  # fields of Message
 _RECORD_BATCH = 3  # value of header_type
 _LENGTH, _NODES, _BUFFERS, _COMPRESSION = range(4)  # fields of RecordBatch
 _CODEC = 0  # field of BodyCompression
-_FIELDS: tuple[_Unpack, ...] = tuple(struct.Struct(f"<{count}H").unpack_from for count in range(5))
 
 # Of the schema's columns in depth-first order: a list has a node of its own and its values one, a column of
 # numbers one. Each node has a buffer of validity and one of offsets or values.
@@ -57,54 +56,114 @@ class Places(NamedTuple):
     is_compressed: bool
 
 
+class _Form(NamedTuple):
+    """How a header is built: which of its bytes say where the rest lies, and where that is.
+
+    Headers by one release of Arrow differ in the numbers alone. So what was looked at in one is compared with
+    the same bytes of the next, and only the numbers are read: a third of the time.
+    """
+
+    num_bytes: int  # of the header, at least
+    look: _Unpack  # gives the bytes that were looked at
+    seen: tuple[Any, ...]
+    length_at: int
+    nodes_at: int
+    buffers_at: int
+    is_compressed: bool
+
+
+_last: _Form | None = None  # a form is never changed, so threads may share it
+
+
 def read_places(header: memoryview) -> Places:
     """What the header of a record batch message of our schema says. Raises ShardError for any other."""
+    global _last
+    form = _last
     try:
-        message = _fields(header, _follow(header, _PREFIX_BYTES))
-        if header[message[_HEADER_TYPE]] != _RECORD_BATCH:
-            raise ShardError("not a record batch message")
-        table = _follow(header, message[_HEADER])
-        batch = _fields(header, table)
+        if form is None or len(header) < form.num_bytes or form.look(header, 0) != form.seen:
+            form = _last = _Look(header).form()
         return Places(
-            _int64(header, batch[_LENGTH])[0],
-            _lengths(header, _vector(header, batch[_NODES], _NUM_NODES)),
-            _extents(header, _vector(header, batch[_BUFFERS], _NUM_BUFFERS)),
-            _is_there(table, batch, _COMPRESSION) and _is_lz4(header, batch[_COMPRESSION]),
+            _int64(header, form.length_at)[0],
+            _lengths(header, form.nodes_at),
+            _extents(header, form.buffers_at),
+            form.is_compressed,
         )
     except (struct.error, IndexError) as error:
         raise ShardError(f"the header of a record batch is not of this format: {error}") from error
 
 
-def _follow(header: memoryview, at: int) -> int:
-    found: int = _int32(header, at)[0]
-    return at + found
+class _Look:
+    """Finds its way through a header, and keeps account of what it looked at."""
 
+    def __init__(self, header: memoryview) -> None:
+        self._header = header
+        self._seen: list[tuple[int, int]] = []  # start, stop of bytes
 
-def _fields(header: memoryview, table: int) -> list[int]:
-    """Where the first four fields of a table lie; at the table itself where one is left out."""
-    vtable = table - _int32(header, table)[0]
-    count = min(_uint16(header, vtable)[0] // 2 - 2, len(_FIELDS) - 1)
-    return [table + offset for offset in _FIELDS[count](header, vtable + 4)]
+    def form(self) -> _Form:
+        message = self._fields(self._follow(_PREFIX_BYTES))
+        if self._byte(message[_HEADER_TYPE]) != _RECORD_BATCH:
+            raise ShardError("not a record batch message")
+        table = self._follow(message[_HEADER])
+        batch = self._fields(table)
+        is_compressed = _is_there(table, batch, _COMPRESSION)
+        if is_compressed:
+            self._require_lz4(batch[_COMPRESSION])
+        nodes_at = self._vector(batch[_NODES], _NUM_NODES)
+        buffers_at = self._vector(batch[_BUFFERS], _NUM_BUFFERS)
+        look = self._again()
+        return _Form(
+            num_bytes=len(self._header),
+            look=look,
+            seen=look(self._header, 0),
+            length_at=batch[_LENGTH],
+            nodes_at=nodes_at,
+            buffers_at=buffers_at,
+            is_compressed=is_compressed,
+        )
+
+    def _again(self) -> _Unpack:
+        """Gives the bytes looked at, of any header."""
+        form, at = "<", 0
+        for start, stop in sorted(self._seen):
+            start = max(at, start)
+            if start < stop:
+                form, at = f"{form}{start - at}x{stop - start}s", stop
+        return struct.Struct(form).unpack_from
+
+    def _byte(self, at: int) -> int:
+        self._seen.append((at, at + 1))
+        return self._header[at]
+
+    def _number(self, at: int, read: _Unpack = _int32, num_bytes: int = 4) -> int:
+        self._seen.append((at, at + num_bytes))
+        found: int = read(self._header, at)[0]
+        return found
+
+    def _follow(self, at: int) -> int:
+        return at + self._number(at)
+
+    def _fields(self, table: int) -> list[int]:
+        """Where the first four fields of a table lie; at the table itself where one is left out."""
+        vtable = table - self._number(table)
+        count = min(self._number(vtable, _uint16, 2) // 2 - 2, 4)
+        return [table + self._number(vtable + 4 + 2 * place, _uint16, 2) for place in range(count)]
+
+    def _vector(self, at: int, length: int) -> int:
+        """Where the items of a vector lie."""
+        vector = self._follow(at)
+        found = self._number(vector)
+        if found != length:
+            raise ShardError(f"a list of {length} is required in the header of a record batch, found {found}")
+        return vector + 4
+
+    def _require_lz4(self, at: int) -> None:
+        """Raise unless a table BodyCompression says so; we write nothing else."""
+        table = self._follow(at)
+        fields = self._fields(table)
+        codec = self._byte(fields[_CODEC]) if _is_there(table, fields, _CODEC) else 0
+        if codec != 0:
+            raise ShardError(f"compression with LZ4 (0) is required, found codec {codec}")
 
 
 def _is_there(table: int, fields: list[int], number: int) -> bool:
     return number < len(fields) and fields[number] != table
-
-
-def _vector(header: memoryview, at: int, length: int) -> int:
-    """Where the items of a vector lie."""
-    vector = _follow(header, at)
-    found = _int32(header, vector)[0]
-    if found != length:
-        raise ShardError(f"a list of {length} is required in the header of a record batch, found {found}")
-    return vector + 4
-
-
-def _is_lz4(header: memoryview, at: int) -> bool:
-    """Whether a table BodyCompression says so; we write nothing else."""
-    table = _follow(header, at)
-    fields = _fields(header, table)
-    codec = header[fields[_CODEC]] if _is_there(table, fields, _CODEC) else 0
-    if codec != 0:
-        raise ShardError(f"compression with LZ4 (0) is required, found codec {codec}")
-    return True

@@ -53,7 +53,26 @@ def schema(dataset: str) -> pa.Schema:
 def position_ids(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Positions that restart at 0 in every segment, (num_tokens,) int32."""
     starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    return np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(starts, ends - starts)
+    out = np.repeat(starts, ends - starts)
+    return np.subtract(_ramp(len(out)), out, out=out)
+
+
+_counted = np.arange(1 << 13, dtype=np.int32)  # replaced by a longer one, never changed
+
+
+def _ramp(length: int) -> NDArray[np.int32]:
+    """0, 1, 2, …: (length,) int32, read only; counted once, not for each pack."""
+    global _counted
+    if length > len(_counted):
+        _counted = np.arange(2 * length, dtype=np.int32)
+    return _counted[:length]
+
+
+def labels(input_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
+    out = np.full(len(input_ids), IGNORE_INDEX, np.int32)
+    np.copyto(out, input_ids, where=loss_mask)
+    return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -92,7 +111,7 @@ class Pack:
     @property
     def labels(self) -> NDArray[np.int32]:
         """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
-        return np.where(self.loss_mask, self.input_ids, np.int32(IGNORE_INDEX))
+        return labels(self.input_ids, self.loss_mask)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pack) and all(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
 from binascii import hexlify
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packer.shard.checksum import crc32
 from packer.shard.layout import ShardError
 
 STAMP_KEY = b"padfree.stamp"
@@ -28,20 +28,20 @@ _ROOM_LENGTH = len(_ROOM_FORMAT % (0, 0, 0, 0))
 _CRC_AT, _CRC_LENGTH = len(_STAMP_MARK), 8  # from the start of the stamp
 _ROOM_AT = _STAMP_LENGTH - _ROOM_LENGTH - len(b" pad=0")  # from the start of the stamp
 _AT_REST = _ROOM_FORMAT % (0, 0, 0, 0)
-_REST = zlib.crc32(_AT_REST)
+_REST = crc32(_AT_REST)
 _STEP_AT, _ITEMS_AT, _NUMBER_DIGITS = _AT_REST.index(b"step=") + 5, _AT_REST.index(b"items=") + 6, 12
 _THREE_DIGITS = np.frombuffer(b"".join(b"%03d" % number for number in range(1000)), np.uint8).reshape(-1, 3)
 # The stamp from its start to the end of the room: mark, checksum, what stays, room.
 _READ = struct.Struct(f"{_CRC_AT}s {_CRC_LENGTH}s {_ROOM_AT - _CRC_AT - _CRC_LENGTH}s {_ROOM_LENGTH}s")
 _WRITE = struct.Struct(_READ.format.partition(" ")[2])  # the same without the mark
+_NO_CRC = b"0" * _CRC_LENGTH
 _PATTERN = re.compile(
     rb"padfree1 crc32=([0-9a-f]{8}) body=(\d{12}) "
     rb"epoch=(\d{8}) step=(\d{12}) items=(\d{12}) done=([01]) pad=([01])"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stamp:
+class Stamp(NamedTuple):
     """What a record batch message says of itself. At rest all but the first two are zero."""
 
     crc32: int = 0
@@ -98,7 +98,7 @@ def locate_stamp(header: bytes | bytearray | memoryview, *, hint: int = 0) -> tu
 
 def _said(text: bytes) -> int:
     """What the numbers of a stream, as text of the room, change in the checksum."""
-    return zlib.crc32(text) ^ _REST
+    return crc32(text) ^ _REST
 
 
 def _room(stamp: Stamp) -> bytes:
@@ -160,7 +160,7 @@ def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -
 
     starts: where each message begins. texts: of `stamp_text`, one each. Raises ShardError.
     """
-    crc32, read, write, num_bytes = zlib.crc32, _READ.unpack_from, _WRITE.pack_into, len(data)
+    read, write, num_bytes = _READ.unpack_from, _WRITE.pack_into, len(data)
     hint = 0
     for start, text in zip(starts, texts, strict=True):
         at = start + hint
@@ -177,12 +177,13 @@ def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -
         write(data, at + _CRC_AT, hexlify(changed.to_bytes(4, "big")), stays, text)
 
 
-def _checksum(message: bytes | memoryview, at: int, stamp: Stamp) -> int:
-    """What the stamp's crc32 must be."""
-    zeroed = _STAMP_FORMAT % (0, stamp.body_bytes, 0, 0, 0, 0, stamp.padding)
-    crc = zlib.crc32(memoryview(message)[:at])
-    crc = zlib.crc32(zeroed, crc)
-    return zlib.crc32(memoryview(message)[at + _STAMP_LENGTH :], crc) ^ _said(_room(stamp))
+def _checksum(message: memoryview, at: int) -> int:
+    """What the crc32 of the stamp at `at` must be: of the message at rest, and what its numbers change."""
+    room_at, room_end = at + _ROOM_AT, at + _ROOM_AT + _ROOM_LENGTH
+    crc = crc32(_NO_CRC, crc32(message[: at + _CRC_AT]))
+    crc = crc32(message[at + _CRC_AT + _CRC_LENGTH : room_at], crc)
+    crc = crc32(message[room_end:], crc32(_AT_REST, crc))
+    return crc ^ crc32(message[room_at:room_end]) ^ _REST
 
 
 def verify_message(
@@ -198,7 +199,7 @@ def verify_message(
         raise ShardError(
             f"a record batch needs {header_bytes + stamp.body_bytes} bytes, {len(view)} are there: cut off"
         )
-    found = _checksum(view, at, stamp)
+    found = _checksum(view, at)
     if found != stamp.crc32:
         raise ShardError(f"checksum of a record batch is {found:08x}, its stamp says {stamp.crc32:08x}")
     return stamp
@@ -208,7 +209,7 @@ def seal(message: memoryview, stamp_of: Stamp) -> int:
     """Write checksum and length into the stamp of a fresh message, in place. Returns its header's bytes."""
     header_bytes = 8 + int.from_bytes(message[4:8], "little")
     at = _find_stamp(message[:header_bytes])
-    stamp = replace(stamp_of, body_bytes=len(message) - header_bytes)
-    sealed = replace(stamp, crc32=_checksum(message, at, stamp))
-    message[at : at + _STAMP_LENGTH] = sealed.encode()
+    stamp = stamp_of._replace(body_bytes=len(message) - header_bytes)
+    message[at : at + _STAMP_LENGTH] = stamp.encode()
+    message[at : at + _STAMP_LENGTH] = stamp._replace(crc32=_checksum(message, at)).encode()
     return header_bytes

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from packs import pack_of, random_packs
 
 from packer import shard
-from packer.shard import Pack, ShardError, Stamp
+from packer.shard import Pack, ShardError, Stamp, header
 from packer.shard.decode import validate_row
 from packer.shard.encode import record_batch
 
@@ -239,6 +239,51 @@ def test_no_damage_of_a_message_brings_down_who_reads_it() -> None:
             damaged[at] ^= bit
             with contextlib.suppress(ShardError):  # what is not found here, the checksum found before
                 shard.decode_pack(memoryview(damaged), header_bytes)
+
+
+def test_a_header_is_read_the_same_whatever_was_read_before() -> None:
+    def places(damaged: bytearray, *, before: bytes | None) -> header.Places | None:
+        header._last = None
+        if before is not None:
+            header.read_places(memoryview(before))
+        with contextlib.suppress(ShardError):
+            return header.read_places(memoryview(damaged))
+        return None
+
+    message, header_bytes = _message(random_packs(1))
+    clean = bytes(message[:header_bytes])
+    for at in range(8, len(clean)):
+        for bit in (1, 4, 0x80):
+            damaged = bytearray(clean)
+            damaged[at] ^= bit
+            assert places(damaged, before=clean) == places(damaged, before=None)
+    for length in range(8, len(clean)):
+        assert places(bytearray(clean[:length]), before=clean) == places(
+            bytearray(clean[:length]), before=None
+        )
+
+
+def test_headers_of_other_forms_are_read_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compressed or not, and with a word more in them, as another release of Arrow may write them."""
+    packs = random_packs(6)
+    messages = [_message([pack]) for pack in packs]
+    monkeypatch.setattr("packer.shard.encode._write_options", pa.ipc.IpcWriteOptions)
+    messages[1::3] = [_message([pack]) for pack in packs[1::3]]
+    monkeypatch.setattr("packer.shard.encode.STAMP_KEY", b"padfree.stamp.by.a.longer.name")
+    messages[2::3] = [_message([pack]) for pack in packs[2::3]]
+    assert len({header_bytes for _, header_bytes in messages}) > 1
+    for order in ((0, 1, 2, 3, 4, 5), (0, 3, 1, 4, 2, 5), (5, 4, 2, 0, 1, 3)):
+        for number in order:
+            assert shard.decode_pack(*messages[number]) == packs[number]
+
+
+def test_positions_of_any_length_are_counted() -> None:
+    for lengths in ([3, 1], [20_000], [1, 30_000, 2], [5] * 3):
+        cu = np.cumsum([0, *lengths]).astype(np.int32)
+        found = shard.position_ids(cu)
+        assert found.dtype == np.int32
+        assert found.tolist() == [place for length in lengths for place in range(length)]
+        found[:] = -1  # nobody else's
 
 
 def test_a_message_of_several_packs() -> None:
