@@ -331,10 +331,9 @@ class PackedStream:
                 raise error.because(specs.differences(self._transport, other)) from None
             raise
         skips, term = skips_from(state.get("skip", ())), term_from(state, self._term.epochs)
-        num_fillers = fillers_in(state)
-        require_place(cursor.packs, num_fillers, layout, self.dataset)
+        require_place(cursor.packs, fillers_in(state), layout, self.dataset)
         self._cursor, self._skips, self._term, self._ended = cursor, skips, term, False
-        self._num_fillers = num_fillers
+        self._num_fillers = fillers_in(state)
         self.close()
 
     def skip(self, steps: Iterable[int], *, epoch: int | None = None) -> None:
