@@ -38,7 +38,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-KINDS = ("text", "prompt_completion", "messages", "tokens", "tokens_parquet")
+KINDS = (
+    "text",
+    "prompt_completion",
+    "messages",
+    "tokens",
+    "tokens_parquet",
+    "tokens_short",
+    "tokens_short_parquet",
+)
 MAX_TOKENS = 8192
 WAYS = {
     "padfree_fast": "padfree",
@@ -67,7 +75,7 @@ def rows_of(kind: str, folder: Path) -> list[dict[str, Any]]:
 def _row(kind: str, row: dict[str, Any]) -> dict[str, Any] | None:
     if kind in ("text", "tokens", "tokens_parquet") and "text" in row:
         return {"text": row["text"]}
-    if kind == "prompt_completion":
+    if kind in ("prompt_completion", "tokens_short", "tokens_short_parquet"):
         for prompt, completion in (("prompt", "completion"), ("question", "answer")):
             if prompt in row:
                 return {"prompt": row[prompt], "completion": row[completion]}
@@ -82,12 +90,12 @@ def _row(kind: str, row: dict[str, Any]) -> dict[str, Any] | None:
 
 def write_source(kind: str, rows: list[dict[str, Any]], num_bytes: int, path: Path) -> None:
     """`rows` again and again, up to `num_bytes`."""
-    if kind == "tokens_parquet":
+    if kind.endswith("_parquet"):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        row_bytes = 4 * sum(len(row["input_ids"]) for row in rows)
-        table = pa.Table.from_pylist(rows, pa.schema([("input_ids", pa.list_(pa.int32()))]))
+        row_bytes = 4 * sum(len(row[name]) for row in rows for name in row)
+        table = pa.Table.from_pylist(rows, pa.schema([(name, pa.list_(pa.int32())) for name in rows[0]]))
         with pq.ParquetWriter(path, table.schema) as writer:
             for _ in range(max(1, num_bytes // row_bytes)):
                 writer.write_table(table, row_group_size=1000)
@@ -103,10 +111,15 @@ def write_source(kind: str, rows: list[dict[str, Any]], num_bytes: int, path: Pa
 
 
 def tokenized(rows: list[dict[str, Any]], tokenizer: Path) -> list[dict[str, Any]]:
+    """Rows of ready ids: of texts `input_ids` alone, of prompts and completions `labels` too."""
     from packer.tokenization import Bundle, Tokenizer
 
-    ids, offsets = Tokenizer(Bundle.read(tokenizer)).encode([row["text"] for row in rows])
-    return [{"input_ids": ids[a:b].tolist()} for a, b in itertools.pairwise(offsets.tolist()) if a < b]
+    ids, offsets = Tokenizer(Bundle.read(tokenizer)).encode([text for row in rows for text in row.values()])
+    texts = [ids[a:b].tolist() for a, b in itertools.pairwise(offsets.tolist())]
+    if "text" in rows[0]:
+        return [{"input_ids": text} for text in texts if text]
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return [{"input_ids": a + b, "labels": [-100] * len(a) + b} for a, b in pairs if a and b]
 
 
 # ------------------------------------------------------------------ ways

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from packer.sources import tabular
-from packer.sources.ids import IdRows, parse_ids, table_ids
+from packer.sources.ids import IdLines, IdRows, table_ids
 from packer.sources.lines import TooLong
 from packer.sources.parse import (
     LONG_NUMBER,
@@ -44,6 +44,7 @@ class Batcher:
     layouts: list[Layout]
     _pick: FieldPicker = field(init=False)
     _prints_numbers: bool = field(init=False)  # conversations: a template prints the numbers of tool calls
+    _id_lines: IdLines = field(init=False)
     _id_tries: int = field(init=False, default=_ID_TRIES)
     _rows: list[dict[str, Any]] = field(init=False, default_factory=list)
     _ids: list[IdRows] = field(init=False, default_factory=list)
@@ -54,6 +55,7 @@ class Batcher:
 
     def __post_init__(self) -> None:
         self._pick = FieldPicker(self.fields)
+        self._id_lines = IdLines(self.fields)
         self._prints_numbers = "messages" in self.fields
 
     # -------------------------------------------------------------- in
@@ -61,7 +63,7 @@ class Batcher:
     def add_lines(self, places: NDArray[np.int64], raws: Sequence[bytes | TooLong]) -> None:
         """Records as the bytes that lie in their files. `places`: (3, len(raws))."""
         if self._id_tries:
-            ids = parse_ids(raws, self.fields)
+            ids = self._id_lines.parse(raws)
             if ids is not None:
                 self._add_ids(places, ids, sum(map(len, raws)))
                 return

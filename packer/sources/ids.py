@@ -1,6 +1,6 @@
 """Ready ids in flat arrays: many rows of a file or table at once, with no Python object a number.
 
-`parse_ids` and `table_ids` give what reading row after row would give, or None where they cannot tell; then
+`IdLines` and `table_ids` give what reading row after row would give, or None where they cannot tell; then
 the rows are read one by one, and what is wrong with one is found there.
 """
 
@@ -14,7 +14,10 @@ import orjson
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from packer.sources.numbers import NumberParser
+
 Flat = tuple[NDArray[Any], NDArray[np.int64]]  # whole numbers end to end, and how many each row has
+Frame = tuple[bytes, ...]  # a line up to its first list's bracket, from there to the next list's, …, the rest
 
 
 class IdRows(Sequence[Mapping[str, Any]]):
@@ -72,157 +75,86 @@ def _taken(fields: Mapping[str, str]) -> dict[str, str] | None:
 # ------------------------------------------------------------------ JSON
 
 
-def parse_ids(raws: Sequence[Any], fields: Mapping[str, str]) -> IdRows | None:
-    """Lines of JSON as rows; None where one has anything but flat lists of numbers of up to 7 digits."""
-    taken = _taken(fields)
-    if taken is None or not raws:
-        return None
-    bodies: list[bytes] = []  # what stands between brackets
-    layouts: dict[bytes, tuple[str, ...] | None] = {}
-    for raw in raws:
-        if type(raw) is not bytes:  # too long to be kept
+class IdLines:
+    """Reads lines of JSON that hold ready ids, with the fields named as in `fields`."""
+
+    def __init__(self, fields: Mapping[str, str]) -> None:
+        self._taken = _taken(fields)
+        self._numbers = NumberParser()
+
+    def parse(self, raws: Sequence[Any]) -> IdRows | None:
+        """Lines as rows; None where one has anything but flat lists of whole numbers of up to 8 digits."""
+        if self._taken is None or set(map(type, raws)) != {bytes}:  # none at all; too long to be kept
             return None
-        rests, at = [], 0
-        while (begin := raw.find(b"[", at)) >= 0:
-            end = raw.find(b"]", begin)
-            if end < 0:
+        bodies: list[bytes] = []  # what stands between brackets
+        layouts: dict[Frame, tuple[str, ...] | None] = {}
+        at = 0
+        while at < len(raws):
+            frame = _frame_of(raws[at])
+            if frame not in layouts:
+                layouts[frame] = _lists_of(frame, self._taken)
+            begun, at = at, _add_bodies(raws, at, frame, bodies)
+            if at == begun:
                 return None
-            bodies.append(raw[begin + 1 : end])
-            rests.append(raw[at:begin])
-            at = end + 1
-        rests.append(raw[at:])
-        # The line with its lists emptied. A bracket that is no list's (in a word, or nested) makes the
-        # number of lists, or the text as JSON, come out wrong.
-        frame = b"[]".join(rests)
-        if frame not in layouts:
-            layouts[frame] = _lists_of(frame, len(rests) - 1, taken)
-    (layout, *others) = set(layouts.values())
-    if layout is None or others:
-        return None
-    columns: dict[str, Flat] = {}
-    for at, theirs in enumerate(layout):
-        column = _numbers(bodies[at :: len(layout)])  # also what is not taken: it may be no JSON
-        if column is None:
+        (layout, *others) = set(layouts.values())
+        if layout is None or others:
             return None
-        columns |= {ours: column for ours, name in taken.items() if name == theirs}
-    return IdRows(columns)
+        columns: dict[str, Flat] = {}
+        for at, theirs in enumerate(layout):
+            # Also of what is not taken: it may be no JSON.
+            column = self._numbers.parse(bodies[at :: len(layout)])
+            if column is None:
+                return None
+            columns |= {ours: column for ours, name in self._taken.items() if name == theirs}
+        return IdRows(columns)
 
 
-def _lists_of(frame: bytes, num_lists: int, taken: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The names of an object's lists, all emptied, in order; None where the object is not as it should be."""
+def _frame_of(raw: bytes) -> Frame:
+    """The line without what its lists hold, cut there. A bracket that is no list's (in a word, or nested)
+    makes the number of lists, or the text as JSON, come out wrong."""
+    pieces, at = [], 0
+    while (begin := raw.find(b"[", at)) >= 0:
+        pieces.append(raw[at : begin + 1])
+        at = raw.find(b"]", begin)
+        if at < 0:
+            return (raw,)
+    return (*pieces, raw[at:])
+
+
+def _add_bodies(raws: Sequence[bytes], start: int, frame: Frame, bodies: list[bytes]) -> int:
+    """Add what the lists of lines from `start` on hold, up to the first that has another frame: its place."""
+    first, *others = frame
+    for place in range(start, len(raws)):
+        raw, added = raws[place], len(bodies)
+        at = len(first) if raw.startswith(first) else -1
+        for piece in others:
+            end = raw.find(b"]", at)
+            if at < 0 or end < 0 or not raw.startswith(piece, end):
+                at = -1
+                break
+            bodies.append(raw[at:end])
+            at = end + len(piece)
+        if at != len(raw):
+            del bodies[added:]
+            return place
+    return len(raws)
+
+
+def _lists_of(frame: Frame, taken: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The names of an object's lists, in order; None where the object is not as it should be."""
     try:
-        found = orjson.loads(frame)
+        found = orjson.loads(b"".join(frame))
     except orjson.JSONDecodeError:
         return None
     if not isinstance(found, dict):
         return None
     lists = tuple(name for name, value in found.items() if value == [])
-    if len(lists) != num_lists or taken["input_ids"] not in lists:
+    if len(lists) != len(frame) - 1 or taken["input_ids"] not in lists:
         return None
     labels = taken.get("labels")
     if labels is not None and labels not in lists and found.get(labels) is not None:
         return None
     return lists
-
-
-_WORD = np.uint64
-_ZEROS = _WORD(0x3030303030303030)
-_ABOVE_NINE = _WORD(0x7676767676767676)  # lifts a byte of 10 or more to its top bit
-_TOP_BITS = _WORD(0x8080808080808080)
-_BYTE = _WORD(0xFF)
-_SPACE, _MINUS, _ZERO, _COMMA = map(ord, " -0,")
-_MAX_WIDTH = 8
-# The least number of so many digits that has no zero in front.
-_LEAST = np.array([0, 0, *(10**n for n in range(1, _MAX_WIDTH))], _WORD)
-_SEGMENT_BYTES = 128 << 10  # of text at a time: arrays between the steps stay in the core's cache
-
-
-def _numbers(bodies: Sequence[bytes]) -> Flat | None:
-    """Each body ("1, 2, 3") as its numbers, int32; None where one is not written so.
-
-    All have commas with one space behind, or all without, and up to 8 bytes from comma to comma.
-    """
-    filled = [body for body in bodies if body]
-    lengths = np.zeros(len(bodies), np.int64)
-    if not filled:
-        return np.zeros(0, np.int32), lengths
-    spaced = next((b", " in body for body in filled if b"," in body), False)
-    # A comma behind each body, and room to read a whole word at the last number.
-    text = (
-        b", ".join([b"", *filled, bytes(_MAX_WIDTH)]) if spaced else b",".join([*filled, bytes(_MAX_WIDTH)])
-    )
-    start, size = int(spaced), len(text) - _MAX_WIDTH - int(spaced)
-    data = np.frombuffer(text, np.uint8)
-    signed = b"-" in text
-    values, commas = [], []
-    while start < size:
-        stop = text.find(b",", min(start + _SEGMENT_BYTES, size - 1)) + 1
-        ends = np.flatnonzero(data[start:stop] == _COMMA)
-        begins = np.empty_like(ends)
-        begins[0] = 0
-        np.add(ends[:-1], 1, out=begins[1:])
-        widths = ends - begins
-        if widths.max() > _MAX_WIDTH or widths.min() < 1 + spaced:
-            return None
-        words = np.ndarray(stop - start, "<u8", data, offset=start, strides=(1,))[begins]
-        found = _parse(words, widths, spaced, signed)
-        if found is None:
-            return None
-        values.append(found)
-        ends += start
-        commas.append(ends)
-        start = stop
-    borders = np.cumsum([len(body) + 1 + spaced for body in filled]) - 1 + spaced
-    places = np.searchsorted(np.concatenate(commas), borders)
-    lengths[[bool(body) for body in bodies]] = np.diff(places + 1, prepend=0)
-    return np.concatenate(values), lengths
-
-
-def _parse(
-    words: NDArray[np.uint64],
-    widths: NDArray[np.int64],
-    spaced: bool,
-    signed: bool,
-) -> NDArray[np.int32] | None:
-    """The number that begins each word (8 bytes of text, the first the lowest; they are overwritten).
-
-    widths: bytes of text that are the number's, the space before it included. None where one is no
-    whole number as JSON has them. Eight digits are turned at once by three multiplications, each of which
-    joins neighbours (Lemire and Mula's SWAR; simdjson, parse_eight_digits_unrolled).
-    """
-    first = _WORD(8 * spaced)
-    digits = widths - spaced
-    zeros = _ZEROS
-    if spaced:
-        if np.bitwise_or.reduce(words ^ _WORD(_SPACE)) & _BYTE:
-            return None
-        zeros = _ZEROS - _WORD(_ZERO - _SPACE)  # so that the space counts as a zero
-    if signed:
-        minus = (words >> first) & _BYTE == _MINUS
-        words += minus * (_WORD(_ZERO - _MINUS) << first)
-        digits = digits - minus
-        if digits.min() < 1:
-            return None
-    # What follows the number is shifted out; the zero bytes that come in are zeros in front.
-    shift = (_MAX_WIDTH - widths).astype(_WORD) << _WORD(3)
-    words <<= shift
-    words -= zeros << shift
-    if np.bitwise_or.reduce((words + _ABOVE_NINE) | words) & _TOP_BITS:
-        return None
-    words *= _WORD(10 * (1 << 8) + 1)
-    words >>= _WORD(8)
-    words &= _WORD(0x00FF00FF00FF00FF)
-    words *= _WORD(100 * (1 << 16) + 1)
-    words >>= _WORD(16)
-    words &= _WORD(0x0000FFFF0000FFFF)
-    words *= _WORD(10000 * (1 << 32) + 1)
-    words >>= _WORD(32)
-    if (words < _LEAST[digits]).any():  # 007
-        return None
-    values = words.astype(np.int32)
-    if signed:
-        np.negative(values, out=values, where=minus)
-    return values
 
 
 # ------------------------------------------------------------------ tables

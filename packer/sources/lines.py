@@ -17,6 +17,8 @@ from packer.sources.values import MARK, MARK_BYTES, OFFSET
 BOM = b"\xef\xbb\xbf"
 _NEWLINE = 10
 _HEAD_BYTES = 64
+_LONG_LINE = 1024  # bytes
+_SAMPLE_BYTES = 64 << 10  # of a block, by which its lines are called long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ def read_lines(
     held = 0
     block_bytes = min(block_bytes, max_bytes)  # so that only a line over a block's end can be too long
     while block := stream.read(block_bytes):
-        lines: list[bytes | TooLong] = list(block.split(b"\n"))
+        lines = _split(block)
         rest = lines.pop()
         assert isinstance(rest, bytes)
         if lines:
@@ -128,6 +130,19 @@ def read_lines(
             parts.append(rest)
     if held:
         yield [_line(parts, held, max_bytes)]
+
+
+def _split(block: bytes) -> list[bytes | TooLong]:
+    """block.split(b"\\n"), which looks at each byte by itself: where lines are long `find` is faster."""
+    if block.count(b"\n", 0, _SAMPLE_BYTES) * _LONG_LINE > _SAMPLE_BYTES:
+        return list(block.split(b"\n"))
+    lines: list[bytes | TooLong] = []
+    start = 0
+    while (end := block.find(b"\n", start)) >= 0:
+        lines.append(block[start:end])
+        start = end + 1
+    lines.append(block[start:])
+    return lines
 
 
 def _line(parts: list[bytes], num_bytes: int, max_bytes: int) -> bytes | TooLong:

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.order import permute
-from packer.sources import tabular
 from packer.sources.batching import BATCH_RECORDS, Batcher
 from packer.sources.lines import TooLong, read_lines
 from packer.sources.parse import roots
-from packer.sources.streams import changed, check_unchanged, open_input
+from packer.sources.rowgroups import read_rows
+from packer.sources.streams import BLOCK_BYTES, changed, check_unchanged, open_input
 from packer.sources.values import (
     MAX_ROW_BYTES,
     MIB,
@@ -104,7 +104,9 @@ def _read_line_span(
 ) -> Iterator[None]:
     ordinal, offset, number = span.mark
     file.seek(offset)
-    for lines in read_lines(file, max_bytes=batcher.max_row_bytes):
+    # Of an object store each block may be a request; of a file smaller ones stay in the core's cache.
+    block_bytes = MIB if span.file.spool is None else BLOCK_BYTES
+    for lines in read_lines(file, max_bytes=batcher.max_row_bytes, block_bytes=block_bytes):
         # Blank lines are no records but count as lines.
         raws = [raw for raw in lines if raw and not raw.isspace()]
         numbers = number + np.arange(len(lines))
@@ -132,19 +134,10 @@ def _places_of(span: Span, which: int, ordinal: int, numbers: NDArray[np.int64])
 def _read_row_span(
     span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: Batcher
 ) -> Iterator[None]:
-    begin, group, _ = span.mark
-    ordinal = span.start
-    with tabular.open_table(span.file.input.path, file, span.file.input.reader) as table:
-        columns = tabular.columns_in_use(table.schema_arrow, names)
-        for batch in tabular.record_batches(table, columns, group, span.start - begin):
-            batch = batch.slice(0, span.stop - ordinal)
-            numbers = ordinal + 1 + np.arange(batch.num_rows)
-            batcher.add_table(_places_of(span, which, ordinal, numbers), batch)
-            ordinal += batch.num_rows
-            yield
-            if ordinal >= span.stop:
-                return
-    raise changed(span.file.input, f"row {span.stop} is not there any more")
+    for ordinal, batch in read_rows(span, file, names):
+        numbers = ordinal + 1 + np.arange(batch.num_rows)
+        batcher.add_table(_places_of(span, which, ordinal, numbers), batch)
+        yield
 
 
 def _read_document_span(

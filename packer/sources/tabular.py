@@ -108,32 +108,20 @@ def readable_by_group(parquet: pq.ParquetFile, columns: list[str]) -> bool:
 Rows = list[dict[str, Any] | RowFault]
 
 
-def parquet_batches(
-    parquet: pq.ParquetFile, columns: list[str], group: int = 0, skip: int = 0
-) -> Iterator[Rows]:
-    """The rows from row `skip` of row group `group` on, columns in use alone.
-
-    A RowFault stands for one unreadable.
-    """
-    return map(rows_of, record_batches(parquet, columns, group, skip))
+def parquet_batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Rows]:
+    """All rows, columns in use alone. A RowFault stands for one unreadable."""
+    return map(rows_of, record_batches(parquet, columns))
 
 
-def record_batches(
-    parquet: pq.ParquetFile, columns: list[str], group: int = 0, skip: int = 0
-) -> Iterator[pa.RecordBatch]:
-    """As `parquet_batches`, as they are in the file: rows too where nothing of what is wanted is there."""
+def record_batches(parquet: pq.ParquetFile, columns: list[str], group: int = 0) -> Iterator[pa.RecordBatch]:
+    """Rows from row group `group` on, as they are in the file; rows too where nothing wanted is there."""
     numbers = all(_is_numbers(parquet.schema_arrow.field(name).type) for name in columns)
     for number in range(group, parquet.num_row_groups):
         num_rows = parquet.metadata.row_group(number).num_rows
         a_row = _column_bytes(parquet, number, columns) // max(1, num_rows) + 1
         most = _NUMBERS_BATCH_ROWS if numbers else _BATCH_ROWS
         batch_rows = max(1, min(most, _BATCH_BYTES // a_row))
-        batches = parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
-        for batch in batches:
-            passed = min(skip, batch.num_rows)
-            skip -= passed
-            if passed < batch.num_rows:
-                yield batch.slice(passed)
+        yield from parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
 
 
 def arrow_batches(reader: Any, names: frozenset[str], forget: Callable[[], None]) -> Iterator[Rows]:

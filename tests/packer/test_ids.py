@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from reading import read_source
 
-from packer.sources.ids import IdRows, list_values, parse_ids, table_ids
+from packer.sources.ids import IdLines, IdRows, list_values, table_ids
 
 FIELDS = {"input_ids": "input_ids", "labels": "labels"}
 number = st.one_of(st.integers(0, 9), st.integers(0, 151_000), st.integers(-100, 9_999_999), st.just(-100))
@@ -44,7 +44,7 @@ def plain(rows: IdRows | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(lines())
 def test_usual_lines_are_read_at_once(given_lines: list[bytes]) -> None:
-    found = parse_ids(given_lines, FIELDS)
+    found = IdLines(FIELDS).parse(given_lines)
     assert found is not None
     assert plain(found) == plain([orjson.loads(line) for line in given_lines])
     assert all(flat.dtype == np.int32 for flat, _ in found.columns.values())
@@ -87,7 +87,7 @@ def test_whatever_a_line_holds_what_is_read_is_what_it_says(
                 [line[:at] + put + line[at + 1 :], line[:at] + put + line[at:], line[:at] + line[at + 1 :]]
             )
         )
-    found = parse_ids(given_lines, FIELDS)
+    found = IdLines(FIELDS).parse(given_lines)
     if found is not None:
         assert plain(found) == plain([orjson.loads(line) for line in given_lines])
 
@@ -96,13 +96,13 @@ def test_whatever_a_line_holds_what_is_read_is_what_it_says(
     "second", [b'{"input_ids": [1], "labels": [1]}', b'{"text": "a"}', b"{", b'{"labels": [1]}', b"\xff"]
 )
 def test_lines_that_are_not_alike_are_read_one_by_one(second: bytes) -> None:
-    assert parse_ids([b'{"input_ids": [1]}', second], FIELDS) is None
+    assert IdLines(FIELDS).parse([b'{"input_ids": [1]}', second]) is None
 
 
 def test_other_formats_are_left_alone() -> None:
     line = b'{"input_ids": [1]}'
-    assert parse_ids([line], {"text": "input_ids"}) is None
-    assert parse_ids([line], {"input_ids": "a.input_ids"}) is None
+    assert IdLines({"text": "input_ids"}).parse([line]) is None
+    assert IdLines({"input_ids": "a.input_ids"}).parse([line]) is None
 
 
 @pytest.mark.parametrize("of", [pa.int8(), pa.int16(), pa.int32(), pa.int64()])
