@@ -73,6 +73,11 @@ class ShardFiles:
         finally:
             self._give_back(handle)
 
+    def drop_copy(self, key: str, sha256: str | None) -> bool:
+        """Let go of a shard whose bytes are wrong. Whether it was a copy: then reading fetches another."""
+        self.forget(key)
+        return self._store.drop_copy(key, sha256=sha256)
+
     def forget(self, prefix: str) -> None:
         """Close the files under a prefix, for a dataset that was deleted."""
         with self._lock:

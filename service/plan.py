@@ -20,7 +20,7 @@ from packer.manifest import Shard
 from packer.shard import Stamp
 from service.epochs import BlockCache, EpochOrder, StepsCache
 from service.feeds import Snapshot
-from service.files import Piece, ShardFiles, WouldBlock
+from service.files import Piece, ShardFiles, ShardMissing, WouldBlock
 
 _FIRST_WINDOW, _WINDOW = 64, 1024  # messages planned at once: doubling, so that the first leave at once
 _FILLER = order.FILLER
@@ -192,6 +192,8 @@ class ChunkReader:
         self._window: _Window | None = None
         self._at = 0  # within the window
         self._room = _FIRST_WINDOW
+        # Who finds a damaged message asks anew for its step: only there it is looked for here too.
+        self._unchecked = request.packs_per_step if first == 0 else 0
 
     @property
     def num_sent(self) -> int:
@@ -203,7 +205,8 @@ class ChunkReader:
         """The next chunk: at least one message, else at most `max_bytes`. None at the end.
 
         wait=False: what would take long raises WouldBlock, and can then be had with wait=True.
-        Raises ShardMissing or shard.ShardError for files that are not what the manifest says.
+        Raises ShardMissing or shard.ShardError for files that are not what the manifest says: those of the
+        stream's first step, and of merged ones; what else is damaged, its reader finds.
         """
         if self._window is None or self._at == len(self._window):
             if self._next >= self._stop:
@@ -220,14 +223,36 @@ class ChunkReader:
             if not wait:
                 raise WouldBlock
             stop = first + self._request.packs_per_step
-            data = memoryview(self._merged(window, first, stop))
         else:
             fits = bisect.bisect_right(window.bounds, window.bounds[first] + max_bytes) - 1
             stop = max(first + 1, fits)
-            data, starts = self._read(window, first, stop, wait)
-            shard.stamp_all(data, starts, window.text[first:stop])
+        try:
+            data = self._chunk(window, first, stop, wait)
+        except (ShardMissing, shard.ShardError):
+            if not wait:
+                raise WouldBlock from None
+            if not self._drop_copies(window, first, stop):
+                raise
+            data = self._chunk(window, first, stop, wait)
         self._at = stop
+        self._unchecked -= stop - first
         return data
+
+    def _chunk(self, window: _Window, first: int, stop: int, wait: bool) -> memoryview:
+        """Messages as they go out."""
+        if self._request.is_merged:
+            return memoryview(self._merged(window, first, stop))
+        data, starts = self._read(window, first, stop, wait)
+        shard.stamp_all(data, starts, window.text[first:stop])
+        ends = [*starts[1:], len(data)]
+        for number in range(min(self._unchecked, len(starts))):
+            _verify(data[starts[number] : ends[number]], window.shard[first + number])
+        return data
+
+    def _drop_copies(self, window: _Window, first: int, stop: int) -> bool:
+        """Let go of the shards that messages are in. Whether any was a copy."""
+        files = {window.shard[at].key: window.shard[at].sha256 for at in range(first, stop)}
+        return sum(self._files.drop_copy(key, sha256) for key, sha256 in files.items()) > 0
 
     def _read(self, window: _Window, first: int, stop: int, wait: bool) -> tuple[memoryview, list[int]]:
         """Messages as they are at rest, end to end, and where each starts."""
@@ -256,7 +281,7 @@ class ChunkReader:
         ends = [*starts[1:], len(data)]
         for is_filler, start, end in zip(window.is_filler[first:stop], starts, ends, strict=True):
             message = data[start:end]
-            decoded = shard.decode_pack(message, 8 + int.from_bytes(message[4:8], "little"))
+            decoded = shard.decode_pack(message, _verify(message, window.shard[first]))
             (fillers if is_filler else packs).append(decoded)
         stamp = Stamp(
             epoch=self._request.epoch,
@@ -266,3 +291,13 @@ class ChunkReader:
             padding=not packs,
         )
         return shard.encode_message(packs + fillers, stamp=stamp)
+
+
+def _verify(message: memoryview, one: Shard) -> int:
+    """Check a message against its checksum. Returns the bytes of its header. Raises ShardError."""
+    header_bytes = 8 + int.from_bytes(message[4:8], "little")
+    try:
+        shard.verify_message(message, header_bytes)
+    except shard.ShardError as error:
+        raise shard.ShardError(f"{one.key}: {error}") from error
+    return header_bytes

@@ -115,6 +115,8 @@ async def get_shard(
         return Response(status_code=304, headers=headers)
     try:
         size = await service.in_thread(service.files.num_bytes, one.key, one.sha256)
+        if size != one.num_bytes and await service.in_thread(service.files.drop_copy, one.key, one.sha256):
+            size = await service.in_thread(service.files.num_bytes, one.key, one.sha256)
     except ShardMissing as error:
         problem = await (await service.feeds.get(dataset)).damage(f"shard {index} is not there")
         service.feeds.drop(dataset)

@@ -40,6 +40,7 @@ class FolderTransport:
         self._manifest = Manifest(self._store, dataset)
         self._timeout_s = timeout_s
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
+        self._dropped: set[int] = set()  # shards whose copy was damaged; of each once
         self._closed = threading.Event()
         self._lock = threading.Lock()  # the training thread may ask for num_packs beside the reader
         self._known = False
@@ -209,12 +210,23 @@ class FolderTransport:
             # Decompressed out of the map: a batch that is kept never keeps a map and its file open.
             _, pack = decode(message, header_bytes)
         except Lost as error:
+            if self._drop_copy(shard):
+                return self._read(number, stamp, shard, offset, header_bytes, body_bytes)
             name = self._manifest.shards[shard].key
             raise DataDamaged(
                 f"pack {number} of dataset {self.dataset} ({name}, byte {offset}): {error}; "
                 f"{repair(self.dataset)}"
             ) from error
         return Received(pack=pack, stamp=stamp, num_bytes=size)
+
+    def _drop_copy(self, index: int) -> bool:
+        """Let go of a shard that is not as it was written. Whether it was a copy; the next one is fetched."""
+        if index in self._dropped:
+            return False
+        self._dropped.add(index)
+        self._maps.pop(index, None)
+        shard = self._manifest.shards[index]
+        return self._store.drop_copy(shard.key, sha256=shard.sha256)
 
     def _map(self, index: int) -> memoryview:
         if index in self._maps:
@@ -224,6 +236,8 @@ class FolderTransport:
         try:
             view = self._store.map(key, sha256=self._manifest.shards[index].sha256)
         except (FileNotFoundError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            if self._drop_copy(index):
+                return self._map(index)
             self._require_there()
             raise DataDamaged(
                 f"shard {key} of dataset {self.dataset} is not in the store {self._root} any more ({error}); "

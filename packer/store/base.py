@@ -108,6 +108,11 @@ class Store(Protocol):
         """`open`, memory-mapped read-only; unmapped when the last view is gone."""
         ...
 
+    def drop_copy(self, key: str, *, sha256: str | None = None) -> bool:
+        """Remove this machine's copy of an object, whose bytes turned out to be wrong. Whether there was one,
+        so that reading again fetches another."""
+        ...
+
     def exists(self, key: str) -> bool: ...
 
     def list(self, prefix: str) -> list[str]:

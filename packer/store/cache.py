@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from packer.store.base import NoSpaceLeft, StoreError
+
+log = logging.getLogger("padfree.packer")
 
 _TEMPORARY = ".tmp-"
 _STALE_S = 24 * 3600.0  # a fetch takes less
@@ -62,6 +65,15 @@ class Cache:
                     raise
             reader.seek(0)
             return reader
+
+    def drop(self, entry: str) -> bool:
+        """Remove an entry. Whether it was there."""
+        try:
+            os.unlink(self.folder / entry)
+        except FileNotFoundError:
+            return False
+        log.warning("a damaged copy was removed from the cache: %s", self.folder / entry)
+        return True
 
     def add(self, path: Path, entry: str) -> None:
         """Take over a finished file that lies in the folder."""

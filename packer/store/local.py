@@ -67,6 +67,9 @@ class LocalStore:
         with self.open(key) as file:
             return mapped(file)
 
+    def drop_copy(self, key: str, *, sha256: str | None = None) -> bool:
+        return False  # what is read is the object itself
+
     def exists(self, key: str) -> bool:
         return self.path(key).is_file()
 

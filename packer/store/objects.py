@@ -157,6 +157,13 @@ class ObjectStore:
         with self.open(key, sha256=sha256) as file:
             return mapped(file)
 
+    def drop_copy(self, key: str, *, sha256: str | None = None) -> bool:
+        where = self.where(key)
+        if sha256 is not None:
+            return self.cache.drop(self.cache.entry(where, sha256))
+        with self._told("read", where), self._system.open_input_file(self._path(key)) as remote:
+            return self.cache.drop(self.cache.entry(where, self._tag(remote, where)))
+
     def keep(self, path: Path, key: str) -> None:
         """Take a file that was uploaded as the cache's copy of it."""
         where = self.where(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
+import hashlib
 import os
 import pickle
 import signal
@@ -24,7 +25,7 @@ from packer.coordinator import Busy, pack
 from packer.manifest import dataset_key, lock_key
 from packer.runners import InlineRunner
 from packer.store import LockLost, open_store
-from trainer_client import PackedStream
+from trainer_client import PackedStream, StreamTimeout
 
 STORE = "s3://bucket/store"
 WORDS = ["a", "b", "c", "d", "hello", "world"]
@@ -119,10 +120,57 @@ def test_it_is_served_from_the_cache_and_read_without_a_service(remote: Remote, 
         )
         assert server.get("/readyz").status == 200
         assert "padfree_store_free_bytes" in server.get("/metrics").body.decode()
-    with PackedStream(STORE, dataset=packed.job.dataset) as stream:
-        assert [batch.input_ids.tolist() for batch in stream] == [
-            one.input_ids.tolist() for one in packed.packs
-        ]
+    assert trained(STORE, packed.job.dataset) == [one.input_ids.tolist() for one in packed.packs]
+
+
+def flip(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :]
+
+
+DAMAGES = {"flipped": flip, "zeroed": lambda data: bytes(len(data)), "cut": lambda data: data[:5000],
+           "emptied": lambda data: b""}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("batches", ["folder", "pack", "step"])
+def test_a_copy_that_was_damaged_after_it_was_fetched_is_fetched_again(
+    remote: Remote, tmp_path: Path, damage: str, batches: str
+) -> None:
+    """As a power cut leaves it, or a failing disk. The dataset itself is well."""
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    dataset, wanted = packed.job.dataset, [one.input_ids.tolist() for one in packed.packs]
+    assert len([name for name in remote.objects if "/shards/" in name]) > 0
+    assert trained(STORE, dataset) == wanted  # now there are copies
+    for copy in (tmp_path / "cache").iterdir():
+        copy.write_bytes(DAMAGES[damage](copy.read_bytes()))
+    remote.calls.clear()
+    if batches == "folder":
+        assert trained(STORE, dataset) == wanted
+    else:
+        with running(STORE, runner=None) as server:
+            if batches == "pack":
+                assert trained(server.url, dataset) == wanted
+            else:
+                found = _ids(messages(server.stream(dataset, packs_per_step=2).body))
+                assert found == wanted[: len(wanted) // 2 * 2]
+            shard = server.get(f"/v1/datasets/{dataset}/shards/0")
+            assert hashlib.sha256(shard.body).hexdigest() == shard.headers["etag"].strip('"')
+    fetched = [call for call in remote.calls if call.startswith("GET") and "/shards/" in call]
+    assert len(fetched) == len(set(fetched)) > 0  # of each once
+
+
+def test_an_object_that_is_damaged_itself_is_no_matter_of_copies(remote: Remote, tmp_path: Path) -> None:
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    (name,) = [name for name in remote.objects if name.endswith("shards/000000-000.arrow")]
+    remote.objects[name] = flip(remote.objects[name])
+    with pytest.raises(StreamTimeout, match=r"000000-000.arrow.*sha256 .* is required, found"):
+        trained(STORE, packed.job.dataset, timeout_s=0.3)
+
+
+def trained(source: str, dataset: str, **options: Any) -> list[list[int]]:
+    with PackedStream(source, dataset=dataset, **options) as stream:
+        return [batch.input_ids.tolist() for batch in stream]
 
 
 def _ids(found: list[Any]) -> list[list[int]]:
