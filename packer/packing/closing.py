@@ -33,14 +33,26 @@ class Closing:
     def run(self) -> tuple[Int64, Int64]:
         """Fill until nothing fits. Returns (pack, place in the pool) of each piece that was taken."""
         while self._has_work():
-            self._singles()
-            for number in range(_TRIES):
-                if not self._has_work() or not self._pairs(number * _STRIDE):
-                    break
-            if self._has_work():
-                self._searched_pairs()
+            self._close()
             if self._has_work():
                 self._best_fit()
+        return self._result()
+
+    def exact(self) -> tuple[Int64, Int64]:
+        """As `run`, but only what fills a pack to the last token is taken: one piece or two."""
+        if self._has_work():
+            self._close()
+        return self._result()
+
+    def _close(self) -> None:
+        self._singles()
+        for number in range(_TRIES):
+            if not self._has_work() or not self._pairs(number * _STRIDE):
+                break
+        if self._has_work():
+            self._searched_pairs()
+
+    def _result(self) -> tuple[Int64, Int64]:
         none = np.zeros(0, np.int64)
         packs, pieces = zip((none, none), *self._taken, strict=True)
         return np.concatenate(packs), np.concatenate(pieces)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from packer.packing.blocks import in_blocks
 from packer.packing.closing import Closing
-from packer.packing.decreasing import best_fit_decreasing
 from packer.packing.histogram import histogram_best_fit, lower_bound_of
 from packer.packing.in_order import next_fit
 from packer.packing.shuffle import in_stream_order
@@ -53,11 +53,11 @@ def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout
         return in_stream_order(histogram_best_fit(sizes, capacity))
     bound = -(-int(sizes.sum()) // capacity)
     if int(np.count_nonzero(2 * sizes > capacity)) > _MOSTLY_LARGE * bound:
-        return _in_blocks(sizes, capacity, window)
+        return in_blocks(sizes, capacity, window)
     layout = _in_windows(sizes, capacity, window)
     if layout is not None and _is_good(layout, sizes, capacity):
         return layout
-    blocks = _in_blocks(sizes, capacity, window)
+    blocks = in_blocks(sizes, capacity, window)
     return layout if layout is not None and len(layout.offsets) <= len(blocks.offsets) else blocks
 
 
@@ -69,15 +69,6 @@ def _is_good(layout: Layout, sizes: Int64, capacity: int) -> bool:
         return True
     bound = lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)  # higher, but slower to find
     return num_packs <= max(bound + 1, bound * _GOOD)
-
-
-def _in_blocks(sizes: Int64, capacity: int, block: int) -> Layout:
-    orders, counts = [], [np.zeros(1, np.int64)]
-    for first in range(0, len(sizes), block):
-        layout = in_stream_order(best_fit_decreasing(sizes[first : first + block], capacity))
-        orders.append(layout.order + first)
-        counts.append(np.diff(layout.offsets))
-    return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
 
 
 def _in_windows(sizes: Int64, capacity: int, window: int) -> Layout | None:

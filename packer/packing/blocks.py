@@ -1,0 +1,74 @@
+"""Best-fit decreasing in blocks of the stream: where short pieces are scarce beside long ones.
+
+Each block is packed longest first, which gives every long piece the closest fit that is there. Its bad packs
+are taken apart again and come with the next block. Most of them hold short pieces alone, which no room beside
+a long one suited. So these are dealt with before the next block is: as many packs as the tokens ask for
+beyond the long pieces begin with one of them each, and are closed exactly by two of all that are short.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packer.packing.closing import Closing
+from packer.packing.decreasing import best_fit_decreasing
+from packer.packing.shuffle import in_stream_order
+from packer.packing.values import Int64, Layout
+
+_BAD = 32  # a pack is taken apart if more than one token in so many is missing
+_PATIENCE = 2  # blocks that a piece waits for a better pack
+
+
+def in_blocks(sizes: Int64, capacity: int, block: int) -> Layout:
+    """Pack `sizes`, each in [1, capacity], `block` at a time. O(log block) for a piece."""
+    orders, counts = [], [np.zeros(1, np.int64)]
+    waiting = np.zeros(0, np.int64)
+    for arrived in range(0, len(sizes), block):
+        stop = min(len(sizes), arrived + block)
+        begun, num_waiting = np.concatenate([waiting, np.arange(arrived, stop)]), len(waiting)
+        closed = _begun_with_waiting(sizes[begun], capacity, num_waiting)
+        rest = np.ones(len(begun), np.bool_)
+        rest[closed.order] = False
+        others = begun[rest]
+        packed = best_fit_decreasing(sizes[others], capacity)
+        made = _joined(Layout(begun[closed.order], closed.offsets), Layout(others[packed.order], packed.offsets))
+        if stop < len(sizes):
+            made, waiting = _without_bad(made, sizes, capacity, arrived - _PATIENCE * block)
+        if len(made.order):
+            made = in_stream_order(made)
+            orders.append(made.order)
+            counts.append(np.diff(made.offsets))
+    return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+
+
+def _begun_with_waiting(sizes: Int64, capacity: int, num_waiting: int) -> Layout:
+    """Full packs of short pieces alone, three in each, one of them among the first `num_waiting` of `sizes`."""
+    short = 2 * sizes <= capacity
+    most = int(sizes.sum()) // capacity - int(np.count_nonzero(~short))
+    firsts = np.flatnonzero(short[:num_waiting])[: max(0, most)]
+    short[firsts] = False
+    pool = np.flatnonzero(short)
+    pool = pool[np.argsort(sizes[pool], kind="stable")]
+    packs, places = Closing(capacity - sizes[firsts], sizes[pool]).exact()
+    used = np.unique(packs)
+    pack = np.concatenate([used, packs])
+    piece = np.concatenate([firsts[used], pool[places]])
+    counts = np.bincount(pack)
+    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return Layout(piece[np.argsort(pack, kind="stable")], offsets)
+
+
+def _without_bad(made: Layout, sizes: Int64, capacity: int, too_old: int) -> tuple[Layout, Int64]:
+    """The packs that are good, or hold a piece from before `too_old`; and the pieces of the others, rising."""
+    begins, counts = made.offsets[:-1], np.diff(made.offsets)
+    missing = capacity - np.add.reduceat(sizes[made.order], begins)
+    kept = missing * _BAD <= capacity
+    kept |= np.minimum.reduceat(made.order, begins) < too_old
+    of_piece = np.repeat(kept, counts)
+    offsets = np.concatenate([[0], np.cumsum(counts[kept])])
+    return Layout(made.order[of_piece], offsets), np.sort(made.order[~of_piece])
+
+
+def _joined(one: Layout, other: Layout) -> Layout:
+    offsets = np.concatenate([one.offsets, one.offsets[-1] + other.offsets[1:]])
+    return Layout(np.concatenate([one.order, other.order]), offsets)
