@@ -13,7 +13,7 @@ import numpy as np
 from packer.packing.closing import Closing
 from packer.packing.decreasing import best_fit_decreasing
 from packer.packing.shuffle import in_stream_order
-from packer.packing.values import Int64, Layout
+from packer.packing.values import Int64, Layout, joined, layout_of
 
 _BAD = 32  # a pack is taken apart if more than one token in so many is missing
 _PATIENCE = 2  # blocks that a piece waits for a better pack
@@ -21,24 +21,18 @@ _PATIENCE = 2  # blocks that a piece waits for a better pack
 
 def in_blocks(sizes: Int64, capacity: int, block: int) -> Layout:
     """Pack `sizes`, each in [1, capacity], `block` at a time. O(log block) for a piece."""
-    orders, counts = [], [np.zeros(1, np.int64)]
+    done: list[Layout] = []
     waiting = np.zeros(0, np.int64)
     for arrived in range(0, len(sizes), block):
         stop = min(len(sizes), arrived + block)
-        begun, num_waiting = np.concatenate([waiting, np.arange(arrived, stop)]), len(waiting)
-        closed = _begun_with_waiting(sizes[begun], capacity, num_waiting)
-        rest = np.ones(len(begun), np.bool_)
-        rest[closed.order] = False
-        others = begun[rest]
-        packed = best_fit_decreasing(sizes[others], capacity)
-        made = _joined(Layout(begun[closed.order], closed.offsets), Layout(others[packed.order], packed.offsets))
+        here = np.concatenate([waiting, np.arange(arrived, stop)])
+        closed = _begun_with_waiting(sizes[here], capacity, len(waiting)).of(here)
+        others = np.setdiff1d(here, closed.order, assume_unique=True)
+        made = joined([closed, best_fit_decreasing(sizes[others], capacity).of(others)])
         if stop < len(sizes):
             made, waiting = _without_bad(made, sizes, capacity, arrived - _PATIENCE * block)
-        if len(made.order):
-            made = in_stream_order(made)
-            orders.append(made.order)
-            counts.append(np.diff(made.offsets))
-    return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+        done.append(in_stream_order(made))
+    return joined(done)
 
 
 def _begun_with_waiting(sizes: Int64, capacity: int, num_waiting: int) -> Layout:
@@ -51,11 +45,7 @@ def _begun_with_waiting(sizes: Int64, capacity: int, num_waiting: int) -> Layout
     pool = pool[np.argsort(sizes[pool], kind="stable")]
     packs, places = Closing(capacity - sizes[firsts], sizes[pool]).exact()
     used = np.unique(packs)
-    pack = np.concatenate([used, packs])
-    piece = np.concatenate([firsts[used], pool[places]])
-    counts = np.bincount(pack)
-    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    return Layout(piece[np.argsort(pack, kind="stable")], offsets)
+    return layout_of(np.concatenate([used, packs]), np.concatenate([firsts[used], pool[places]]))
 
 
 def _without_bad(made: Layout, sizes: Int64, capacity: int, too_old: int) -> tuple[Layout, Int64]:
@@ -67,8 +57,3 @@ def _without_bad(made: Layout, sizes: Int64, capacity: int, too_old: int) -> tup
     of_piece = np.repeat(kept, counts)
     offsets = np.concatenate([[0], np.cumsum(counts[kept])])
     return Layout(made.order[of_piece], offsets), np.sort(made.order[~of_piece])
-
-
-def _joined(one: Layout, other: Layout) -> Layout:
-    offsets = np.concatenate([one.offsets, one.offsets[-1] + other.offsets[1:]])
-    return Layout(np.concatenate([one.order, other.order]), offsets)

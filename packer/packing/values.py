@@ -48,6 +48,29 @@ class Layout(NamedTuple):
     order: Int64
     offsets: Int64
 
+    @property
+    def num_packs(self) -> int:
+        return len(self.offsets) - 1
+
+    def of(self, pieces: Int64) -> Layout:
+        """The same packs, of pieces that are some of all: piece i of this layout is number pieces[i]."""
+        return Layout(pieces[self.order], self.offsets)
+
+
+def joined(layouts: Sequence[Layout]) -> Layout:
+    """The packs of all, one after the other."""
+    none = np.zeros(0, np.int64)
+    counts = np.concatenate([none, *(np.diff(layout.offsets) for layout in layouts)])
+    order = np.concatenate([none, *(layout.order for layout in layouts)])
+    return Layout(order, np.concatenate([[0], np.cumsum(counts)]))
+
+
+def layout_of(pack: Int64, piece: Int64) -> Layout:
+    """Packs from the number of the pack that each piece is in; numbers without a piece have none."""
+    counts = np.bincount(pack)
+    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return Layout(piece[np.argsort(pack, kind="stable")], offsets)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:

@@ -20,10 +20,11 @@ import numpy as np
 
 from packer.packing.blocks import in_blocks
 from packer.packing.closing import Closing
+from packer.packing.decreasing import best_fit_decreasing
 from packer.packing.histogram import histogram_best_fit, lower_bound_of
 from packer.packing.in_order import next_fit
 from packer.packing.shuffle import in_stream_order
-from packer.packing.values import Int64, Layout
+from packer.packing.values import Int64, Layout, joined, layout_of
 
 WINDOW = 8192
 _LAST = 1024  # pieces that the histogram engine packs in the end
@@ -48,7 +49,7 @@ def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout
     if alone.any():
         shared = np.flatnonzero(~alone)
         packed = window_best_fit(sizes[shared], capacity, window)
-        return _merged(Layout(shared[packed.order], packed.offsets), np.flatnonzero(alone))
+        return _merged(packed.of(shared), np.flatnonzero(alone))
     if len(sizes) <= min(window, _LAST):
         return in_stream_order(histogram_best_fit(sizes, capacity))
     bound = -(-int(sizes.sum()) // capacity)
@@ -58,41 +59,65 @@ def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout
     if layout is not None and _is_good(layout, sizes, capacity):
         return layout
     blocks = in_blocks(sizes, capacity, window)
-    return layout if layout is not None and len(layout.offsets) <= len(blocks.offsets) else blocks
+    return layout if layout is not None and layout.num_packs <= blocks.num_packs else blocks
 
 
 def _is_good(layout: Layout, sizes: Int64, capacity: int) -> bool:
     """Whether no more than one pack, or next to none, could be saved."""
-    num_packs = len(layout.offsets) - 1
     bound = -(-int(sizes.sum()) // capacity)
-    if num_packs <= max(bound + 1, bound * _GOOD):
+    if layout.num_packs <= max(bound + 1, bound * _GOOD):
         return True
-    bound = lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)  # higher, but slower to find
-    return num_packs <= max(bound + 1, bound * _GOOD)
+    bound = _bound(sizes, capacity)  # higher, but slower to find
+    return layout.num_packs <= max(bound + 1, bound * _GOOD)
+
+
+def _bound(sizes: Int64, capacity: int) -> int:
+    return lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)
 
 
 def _in_windows(sizes: Int64, capacity: int, window: int) -> Layout | None:
     """None where too few packs close well: short pieces are scarce."""
-    orders, counts = [], [np.zeros(1, np.int64)]
-    waiting, arrived, num_begun, num_closed = np.zeros(0, np.int64), 0, 0, 0
-    while arrived < len(sizes) or len(waiting) > _LAST:
-        stop = min(len(sizes), arrived + window)
-        waiting = np.concatenate([waiting, np.arange(arrived, stop)])
+    edges = np.linspace(0, len(sizes), -(-len(sizes) // window) + 1).astype(np.int64).tolist()
+    waiting, made = np.zeros(0, np.int64), list[Layout]()
+    last, num_before, num_begun, num_closed = waiting, 0, 0, 0
+    while edges[1:] or len(waiting) > _LAST:
+        if edges[1:]:
+            arrived = edges.pop(0)
+            waiting = np.concatenate([waiting, np.arange(arrived, edges[0])])
+            last, num_before = waiting, len(made)
         num_old = int(np.searchsorted(waiting, arrived - _PATIENCE * window))
-        made = _one_window(sizes[waiting], capacity, num_old)
-        num_begun, num_closed = num_begun + made.num_begun, num_closed + made.num_closed
+        packed = _one_window(sizes[waiting], capacity, num_old)
+        num_begun, num_closed = num_begun + packed.num_begun, num_closed + packed.num_closed
         if num_closed < _MOSTLY_CLOSED * num_begun:
             return None
-        orders.append(waiting[made.packs.order])
-        counts.append(np.diff(made.packs.offsets))
-        waiting, arrived = waiting[made.left], stop
-        if arrived == len(sizes) and 2 * made.num_closed <= made.num_begun:
+        made.append(packed.packs.of(waiting))
+        waiting = waiting[packed.left]
+        if not edges[1:] and 2 * packed.num_closed <= packed.num_begun:
             break
-    if len(waiting):
-        rest = in_stream_order(histogram_best_fit(sizes[waiting], capacity))
-        orders.append(waiting[rest.order])
-        counts.append(np.diff(rest.offsets))
-    return Layout(np.concatenate(orders), np.cumsum(np.concatenate(counts)))
+    ended = joined([*made[num_before:], *_rest(waiting, sizes, capacity)])
+    return joined([*made[:num_before], _ended(ended, last, sizes, capacity)])
+
+
+def _rest(waiting: Int64, sizes: Int64, capacity: int) -> list[Layout]:
+    """Packs of what is left of all windows."""
+    if not len(waiting):
+        return []
+    packed = best_fit_decreasing(sizes[waiting], capacity)
+    if packed.num_packs == _bound(sizes[waiting], capacity) + 1:  # by more: it takes long and finds no fewer
+        searched = histogram_best_fit(sizes[waiting], capacity)
+        packed = searched if searched.num_packs < packed.num_packs else packed
+    return [in_stream_order(packed).of(waiting)]
+
+
+def _ended(ended: Layout, last: Int64, sizes: Int64, capacity: int) -> Layout:
+    """The packs of the last window's pieces: as they are, or in fewer packs if longest first gives these.
+
+    Long pieces left over together need packs of their own, though the window's tokens would do with fewer.
+    """
+    if ended.num_packs == _bound(sizes[last], capacity):
+        return ended
+    other = best_fit_decreasing(sizes[last], capacity)
+    return in_stream_order(other).of(last) if other.num_packs < ended.num_packs else ended
 
 
 class _Made(NamedTuple):
@@ -129,10 +154,7 @@ def _one_window(sizes: Int64, capacity: int, num_old: int) -> _Made:
     pack, piece = pack[kept], piece[kept]
     left = np.ones(len(sizes), np.bool_)
     left[piece] = False
-    counts = np.bincount(pack, minlength=num_packs)
-    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    packs_made = Layout(piece[np.argsort(pack, kind="stable")], offsets)
-    return _Made(packs_made, np.flatnonzero(left), num_packs, num_closed)
+    return _Made(layout_of(pack, piece), np.flatnonzero(left), num_packs, num_closed)
 
 
 def _merged(shared: Layout, alone: Int64) -> Layout:
