@@ -12,8 +12,8 @@ import numpy as np
 
 from packer.packing.closing import Closing
 from packer.packing.decreasing import best_fit_decreasing
-from packer.packing.shuffle import in_stream_order
-from packer.packing.values import Int64, Layout, joined, layout_of
+from packer.packing.shuffle import layout_of, sorted_by
+from packer.packing.values import Int64, Layout, joined
 
 _BAD = 32  # a pack is taken apart if more than one token in so many is missing
 _PATIENCE = 2  # blocks that a piece waits for a better pack
@@ -27,29 +27,29 @@ def in_blocks(sizes: Int64, capacity: int, block: int) -> Layout:
         stop = min(len(sizes), arrived + block)
         here = np.concatenate([waiting, np.arange(arrived, stop)])
         closed = _begun_with_waiting(sizes[here], capacity, len(waiting)).of(here)
-        others = np.setdiff1d(here, closed.order, assume_unique=True)
+        others = here[~np.isin(here, closed.order, assume_unique=True)]
         made = joined([closed, best_fit_decreasing(sizes[others], capacity).of(others)])
         if stop < len(sizes):
             made, waiting = _without_bad(made, sizes, capacity, arrived - _PATIENCE * block)
-        done.append(in_stream_order(made))
+        done.append(made)
     return joined(done)
 
 
 def _begun_with_waiting(sizes: Int64, capacity: int, num_waiting: int) -> Layout:
-    """Full packs of short pieces alone, three in each, one of them among the first `num_waiting` of `sizes`."""
+    """Full packs of short pieces alone, three in each, one of them of the first `num_waiting`."""
     short = 2 * sizes <= capacity
     most = int(sizes.sum()) // capacity - int(np.count_nonzero(~short))
     firsts = np.flatnonzero(short[:num_waiting])[: max(0, most)]
     short[firsts] = False
     pool = np.flatnonzero(short)
-    pool = pool[np.argsort(sizes[pool], kind="stable")]
+    pool = pool[sorted_by(sizes[pool], capacity.bit_length(), None)]
     packs, places = Closing(capacity - sizes[firsts], sizes[pool]).exact()
     used = np.unique(packs)
     return layout_of(np.concatenate([used, packs]), np.concatenate([firsts[used], pool[places]]))
 
 
 def _without_bad(made: Layout, sizes: Int64, capacity: int, too_old: int) -> tuple[Layout, Int64]:
-    """The packs that are good, or hold a piece from before `too_old`; and the pieces of the others, rising."""
+    """The packs that are good or hold a piece before `too_old`; and the pieces of the others, rising."""
     begins, counts = made.offsets[:-1], np.diff(made.offsets)
     missing = capacity - np.add.reduceat(sizes[made.order], begins)
     kept = missing * _BAD <= capacity

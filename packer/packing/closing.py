@@ -12,12 +12,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.packing.bits import bit_sets, exact_pairs
+from packer.packing.bits import bit_sets
+from packer.packing.shuffle import sorted_by
 from packer.packing.values import Int64
 
-_TRIES = 4  # halves that all packs look at together
-_STRIDE = 3  # places in the pool between two of them
-_RANK_BITS = 24  # of equal values, to tell them apart: the pool has fewer pieces
+_STRIDE = 3  # places in the pool between the halves of one try and of the next
+_WORTH = 64  # packs that a try must close to be cheaper than looking at all their pairs
+_NEAR = (1 << 512) - 1
 
 
 class Closing:
@@ -25,7 +26,7 @@ class Closing:
 
     def __init__(self, rooms: Int64, pool: Int64) -> None:
         """rooms: (num_packs,) int64. pool: (num_pieces,) int64, sizes that never fall."""
-        self.packs = np.argsort(rooms, kind="stable")
+        self.packs = _by_value(rooms)
         self.rooms = rooms[self.packs]
         self.pieces, self.sizes = np.arange(len(pool)), pool
         self._taken: list[tuple[Int64, Int64]] = []
@@ -46,9 +47,10 @@ class Closing:
 
     def _close(self) -> None:
         self._singles()
-        for number in range(_TRIES):
-            if not self._has_work() or not self._pairs(number * _STRIDE):
-                break
+        closed, shift = _WORTH, 0
+        while closed >= _WORTH and self._has_work():
+            closed = self._pairs(shift)
+            shift += _STRIDE
         if self._has_work():
             self._searched_pairs()
 
@@ -68,65 +70,43 @@ class Closing:
         self._take(closed, pieces)
         self.packs, self.rooms = self.packs[~closed], self.rooms[~closed]
 
-    def _pairs(self, shift: int) -> bool:
-        """Close packs with two pieces. False where no pack has a half to look at any more."""
+    def _pairs(self, shift: int) -> int:
+        """Close packs with two pieces. Returns how many."""
         low = np.searchsorted(self.rooms, 2 * self.sizes[0])
         high = np.searchsorted(self.rooms, 2 * self.sizes[-1], side="right")
         half = _rising(np.searchsorted(self.sizes, self.rooms[low:high] // 2, side="right") - 1 - shift)
         looking = np.flatnonzero(half >= 0) + low
         half = half[half >= 0]
-        if not len(half):
-            return False
+        if len(half) < _WORTH:
+            return 0
         others = np.ones(len(self.sizes), np.bool_)
         others[half] = False
         others_at = np.flatnonzero(others)
         needed = self.rooms[looking] - self.sizes[half]
-        by_needed = np.argsort(needed, kind="stable")
+        by_needed = _by_value(needed)
         found, at = _equals(needed[by_needed], self.sizes[others_at])
         which = by_needed[found]
         closed = np.zeros(len(self.rooms), np.bool_)
         closed[looking[which]] = True
         # Both pieces of all packs at once; the order of packs within `closed` is that of the rooms.
-        order = np.argsort(which, kind="stable")
+        order = np.argsort(which)
         self._take(closed, others_at[at][order], half[which][order])
         self.packs, self.rooms = self.packs[~closed], self.rooms[~closed]
-        return True
+        return len(which)
 
     def _searched_pairs(self) -> None:
-        """Look at all pairs for the packs that found none, one pack after the other, in bit sets."""
+        """Look at all pairs for the packs that found none, in bit sets, one room after the other."""
         low = int(np.searchsorted(self.rooms, 2 * self.sizes[0]))
         high = int(np.searchsorted(self.rooms, 2 * self.sizes[-1], side="right"))
-        starts = np.flatnonzero(np.diff(self.sizes, prepend=0))
-        kinds = self.sizes[starts]
-        longest = int(kinds[-1])
-        forward, backward = bit_sets(kinds, longest)
-        following = dict(zip(kinds.tolist(), starts.tolist(), strict=True))  # the next piece of each size
-        left = dict(zip(kinds.tolist(), np.diff(starts, append=len(self.sizes)).tolist(), strict=True))
-        closed: list[int] = []
-        taken: list[int] = []
-        for place, room in enumerate(self.rooms[low:high].tolist(), low):
-            half = (room + 1) // 2
-            pairs = exact_pairs(forward, backward, room=room, longest=longest)
-            while pairs:
-                lowest = pairs & -pairs
-                longer = lowest.bit_length() - 1 + half
-                shorter = room - longer
-                if longer != shorter or left[longer] > 1:
-                    closed.append(place)
-                    for size in (longer, shorter):
-                        taken.append(following[size])
-                        following[size] += 1
-                        left[size] -= 1
-                        if not left[size]:
-                            forward ^= 1 << size
-                            backward ^= 1 << (longest - size)
-                    break
-                pairs ^= lowest
-        mask = np.zeros(len(self.rooms), np.bool_)
-        mask[closed] = True
-        both = np.array(taken, np.int64).reshape(-1, 2)
-        self._take(mask, both[:, 0], both[:, 1])
-        self.packs, self.rooms = self.packs[~mask], self.rooms[~mask]
+        if low == high:
+            return
+        runs = _most_even_pairs(self.sizes, self.rooms[low:high])
+        place, repeats, longer, shorter = runs.T
+        within = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        closed = np.zeros(len(self.rooms), np.bool_)
+        closed[low + np.repeat(place, repeats) + within] = True
+        self._take(closed, np.repeat(longer, repeats) + within, np.repeat(shorter, repeats) + within)
+        self.packs, self.rooms = self.packs[~closed], self.rooms[~closed]
 
     def _best_fit(self) -> None:
         """Each pack takes the longest piece that fits, no piece twice; packs are done that find none."""
@@ -135,7 +115,7 @@ class Closing:
         at = at[fits]
         rooms = self.rooms[fits] - self.sizes[at]
         self._take(fits, at)
-        by_room = np.argsort(rooms, kind="stable")
+        by_room = _by_value(rooms)
         self.packs, self.rooms = self.packs[fits][by_room], rooms[by_room]
 
     def _take(self, packs: NDArray[np.bool_], *places: Int64) -> None:
@@ -148,24 +128,76 @@ class Closing:
         self.pieces, self.sizes = self.pieces[left], self.sizes[left]
 
 
+def _most_even_pairs(sizes: Int64, rooms: Int64) -> Int64:
+    """Two of `sizes` for each of `rooms`, which they fill, as far as there are any. Both rising.
+
+    Returns (runs, 4) int64: rooms that follow each other and take pieces that do: the first room, how many
+    there are, and the first piece of the one size and of the other. One room after the other, and the most
+    even pair first; equal rooms are one question.
+    """
+    starts = np.flatnonzero(np.diff(sizes, prepend=-1))
+    kinds = sizes[starts]
+    longest = int(kinds[-1])
+    forward, backward = bit_sets(kinds, longest)
+    following = dict(zip(kinds.tolist(), starts.tolist(), strict=True))  # the next piece of each size
+    end = dict(zip(kinds.tolist(), [*starts[1:].tolist(), len(sizes)], strict=True))
+    begins = np.flatnonzero(np.diff(rooms, prepend=-1))
+    numbers = begins.tolist()
+    runs: list[int] = []
+    # The busiest loop of the window engine: written out, for calls would take half as long again.
+    for room, place, stop in zip(rooms[begins].tolist(), numbers, [*numbers[1:], len(rooms)], strict=True):
+        half, shift = (room + 1) >> 1, longest - room
+        # Bit i: sizes half + i and room - half - i are there (see bits).
+        pairs = (forward & (backward >> shift if shift >= 0 else backward << -shift)) >> half
+        while pairs:
+            near = pairs & _NEAR or pairs  # a short number is faster to look into
+            lowest = near & -near
+            longer = lowest.bit_length() - 1 + half
+            shorter = room - longer
+            repeats, one, last = stop - place, following[longer], end[longer]
+            if longer != shorter:
+                other = following[shorter]
+                most = end[shorter] - other
+                if most < repeats:
+                    repeats = most
+                if last - one < repeats:
+                    repeats = last - one
+                following[shorter] = other + repeats
+                used = following[longer] = one + repeats
+                if repeats == most:
+                    forward ^= 1 << shorter
+                    backward ^= 1 << longest - shorter
+            else:
+                repeats = min(repeats, (last - one) >> 1)
+                other = one + repeats
+                used = following[longer] = other + repeats
+            if used == last:
+                forward ^= 1 << longer
+                backward ^= 1 << longest - longer
+            if repeats:
+                runs += (place, repeats, one, other)
+                place += repeats
+                if place == stop:
+                    break
+            pairs ^= lowest
+    return np.array(runs, np.int64).reshape(-1, 4)
+
+
+def _by_value(values: Int64) -> Int64:
+    return sorted_by(values, int(values.max(initial=0)).bit_length(), None)
+
+
 def _equals(wanted: Int64, there: Int64) -> tuple[NDArray[np.bool_], Int64]:
     """Which of `wanted` have an equal in `there`, each of its own; and the places of these. Both rising."""
     if not len(there):
         return np.zeros(len(wanted), np.bool_), np.zeros(0, np.int64)
-    numbered = _numbered(there)
-    keys = _numbered(wanted)
-    at = np.searchsorted(numbered, keys)
-    at[at == len(numbered)] = 0
-    found = numbered[at] == keys
+    number = np.arange(len(wanted))
+    first = np.zeros(len(wanted), np.int64)  # of the wanted that are equal
+    np.multiply(number[1:], wanted[1:] != wanted[:-1], out=first[1:])
+    at = np.searchsorted(there, wanted) + number - np.maximum.accumulate(first)
+    found = there[np.minimum(at, len(there) - 1)] == wanted
+    found &= at < len(there)
     return found, at[found]
-
-
-def _numbered(values: Int64) -> Int64:
-    """Rising values made different: the k-th of several equals has k in its lower bits."""
-    place = np.arange(len(values))
-    first = np.zeros(len(values), np.int64)
-    np.multiply(place[1:], values[1:] != values[:-1], out=first[1:])
-    return (values << _RANK_BITS) + (place - np.maximum.accumulate(first))
 
 
 def _rising(places: Int64) -> Int64:

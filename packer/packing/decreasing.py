@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from packer.packing.histogram import histogram_best_fit
+from packer.packing.shuffle import layout_of, sorted_by
 from packer.packing.values import Int64, Layout
 
 
@@ -27,7 +28,7 @@ def fewest_packs(sizes: Int64, capacity: int) -> Layout:
 
 def best_fit_decreasing(sizes: Int64, capacity: int) -> Layout:
     """Longest first, each into the fullest pack that still takes it (Johnson 1973). O(n log n)."""
-    by_size = np.argsort(-sizes, kind="stable")
+    by_size = sorted_by(capacity - sizes, capacity.bit_length(), None)
     falling = sizes[by_size]
     # A piece over half a pack opens one: none of those before it takes it. Their rooms rise.
     num_packs = int(np.count_nonzero(2 * falling > capacity))
@@ -47,5 +48,4 @@ def best_fit_decreasing(sizes: Int64, capacity: int) -> Layout:
         if key >= smallest:  # else nothing fits any more
             insort(rooms, key)
     of_piece = np.array(pack_of, np.int64)
-    order = by_size[np.argsort(of_piece, kind="stable")]
-    return Layout(order, np.concatenate([[0], np.cumsum(np.bincount(of_piece, minlength=num_packs))]))
+    return layout_of(of_piece, by_size)

@@ -17,12 +17,14 @@ def next_fit(sizes: Int64, capacity: int, num_packs: int | None = None) -> Int64
 
     A piece over the capacity is a pack of its own.
     """
+    most = len(sizes) if num_packs is None else num_packs
+    # Pieces that so many packs can take at most: no more are looked at.
+    sizes = sizes[: np.searchsorted(np.cumsum(np.minimum(sizes, capacity)), most * capacity, side="right")]
     ends = np.cumsum(sizes)
     num_pieces, offsets, first = len(sizes), [0], 0
     # Where the pack that begins at each piece would end, all at once; then only follow the links.
     links = np.searchsorted(ends, ends - sizes + capacity, side="right")
     following = np.maximum(links, np.arange(1, num_pieces + 1)).tolist()
-    most = num_pieces if num_packs is None else num_packs
     while first < num_pieces and len(offsets) <= most:
         first = following[first]
         offsets.append(first)

@@ -47,10 +47,11 @@ def shuffle(
         groups = _groups_of_equal_cost(costs, seed)
     if seed is None or num_packs < 1:
         return layout
-    rank = permute(np.arange(num_packs), num_packs, derive_seed(seed, _PACKS))
-    packs = np.argsort(rank) if groups is None else np.lexsort((rank, groups))
-    place = np.empty(num_packs, np.int64)
-    place[packs] = np.arange(num_packs)
+    place = permute(np.arange(num_packs), num_packs, derive_seed(seed, _PACKS))
+    packs = _inverse(place)
+    if groups is not None:
+        packs = np.lexsort((place, groups))
+        place = _inverse(packs)
     counts = np.diff(layout.offsets)
     of_piece = np.repeat(place.astype(np.uint32), counts)
     within = _argsort(of_piece, num_packs.bit_length(), derive_seed(seed, _SEGMENTS))
@@ -65,14 +66,31 @@ def in_stream_order(layout: Layout, *, groups: Int64 | None = None) -> Layout:
     if num_packs < 1:
         return layout
     oldest = np.minimum.reduceat(layout.order, layout.offsets[:-1])
-    packs = np.argsort(oldest) if groups is None else np.lexsort((oldest, groups))
-    place = np.empty(num_packs, np.int64)
-    place[packs] = np.arange(num_packs)
+    if groups is None:
+        begins = np.zeros(len(layout.order), np.bool_)
+        begins[oldest] = True
+        place = (np.cumsum(begins) - 1)[oldest]
+    else:
+        place = _inverse(np.lexsort((oldest, groups)))
     counts = np.diff(layout.offsets)
-    place_bits = len(layout.order).bit_length()
-    keys = (np.repeat(place, counts) << place_bits) | layout.order
-    keys.sort()
-    return Layout(keys & ((1 << place_bits) - 1), np.concatenate([[0], np.cumsum(counts[packs])]))
+    of_piece = np.empty(len(layout.order), np.int64)
+    of_piece[layout.order] = np.repeat(place, counts)
+    offsets = np.zeros(num_packs + 1, np.int64)
+    offsets[place + 1] = counts
+    return Layout(_argsort(of_piece, num_packs.bit_length(), None), np.cumsum(offsets))
+
+
+def layout_of(pack: Int64, piece: Int64) -> Layout:
+    """Packs from the number of the pack that each piece is in; numbers without a piece have none."""
+    counts = np.bincount(pack)
+    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return Layout(piece[_argsort(pack, len(counts).bit_length(), None)], offsets)
+
+
+def _inverse(order: Int64) -> Int64:
+    inverse = np.empty(len(order), np.int64)
+    inverse[order] = np.arange(len(order))
+    return inverse
 
 
 def _groups_of_equal_cost(costs: Int64, seed: int) -> Int64:

@@ -65,13 +65,6 @@ def joined(layouts: Sequence[Layout]) -> Layout:
     return Layout(order, np.concatenate([[0], np.cumsum(counts)]))
 
 
-def layout_of(pack: Int64, piece: Int64) -> Layout:
-    """Packs from the number of the pack that each piece is in; numbers without a piece have none."""
-    counts = np.bincount(pack)
-    offsets = np.concatenate([[0], np.cumsum(counts[counts > 0])])
-    return Layout(piece[np.argsort(pack, kind="stable")], offsets)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """How much a pack holds once padding is counted.

@@ -23,8 +23,8 @@ from packer.packing.closing import Closing
 from packer.packing.decreasing import best_fit_decreasing
 from packer.packing.histogram import histogram_best_fit, lower_bound_of
 from packer.packing.in_order import next_fit
-from packer.packing.shuffle import in_stream_order
-from packer.packing.values import Int64, Layout, joined, layout_of
+from packer.packing.shuffle import in_stream_order, layout_of, sorted_by
+from packer.packing.values import Int64, Layout, joined
 
 WINDOW = 8192
 _LAST = 1024  # pieces that the histogram engine packs in the end
@@ -46,12 +46,14 @@ def window_best_fit(sizes: Int64, capacity: int, window: int = WINDOW) -> Layout
         return Layout(np.zeros(0, np.int64), np.zeros(1, np.int64))
     # What no other piece fits beside is a pack as it is, and would only take up places in the window.
     alone = sizes > capacity - sizes.min()
-    if alone.any():
-        shared = np.flatnonzero(~alone)
-        packed = window_best_fit(sizes[shared], capacity, window)
-        return _merged(packed.of(shared), np.flatnonzero(alone))
+    shared, single = np.flatnonzero(~alone), np.flatnonzero(alone)
+    packed = _packed(sizes[shared], capacity, window).of(shared)
+    return in_stream_order(joined([packed, Layout(single, np.arange(len(single) + 1))]))
+
+
+def _packed(sizes: Int64, capacity: int, window: int) -> Layout:
     if len(sizes) <= min(window, _LAST):
-        return in_stream_order(histogram_best_fit(sizes, capacity))
+        return histogram_best_fit(sizes, capacity)
     bound = -(-int(sizes.sum()) // capacity)
     if int(np.count_nonzero(2 * sizes > capacity)) > _MOSTLY_LARGE * bound:
         return in_blocks(sizes, capacity, window)
@@ -106,7 +108,7 @@ def _rest(waiting: Int64, sizes: Int64, capacity: int) -> list[Layout]:
     if packed.num_packs == _bound(sizes[waiting], capacity) + 1:  # by more: it takes long and finds no fewer
         searched = histogram_best_fit(sizes[waiting], capacity)
         packed = searched if searched.num_packs < packed.num_packs else packed
-    return [in_stream_order(packed).of(waiting)]
+    return [packed.of(waiting)]
 
 
 def _ended(ended: Layout, last: Int64, sizes: Int64, capacity: int) -> Layout:
@@ -117,7 +119,7 @@ def _ended(ended: Layout, last: Int64, sizes: Int64, capacity: int) -> Layout:
     if ended.num_packs == _bound(sizes[last], capacity):
         return ended
     other = best_fit_decreasing(sizes[last], capacity)
-    return in_stream_order(other).of(last) if other.num_packs < ended.num_packs else ended
+    return other.of(last) if other.num_packs < ended.num_packs else ended
 
 
 class _Made(NamedTuple):
@@ -140,7 +142,7 @@ def _one_window(sizes: Int64, capacity: int, num_old: int) -> _Made:
     begins = next_fit(sizes, max(1, capacity - reserve), num_packs)
     num_packs = len(begins) - 1
     streamed = int(begins[-1])
-    by_size = streamed + np.argsort(sizes[streamed:], kind="stable")
+    by_size = streamed + sorted_by(sizes[streamed:], capacity.bit_length(), None)
     ends = np.concatenate([[0], np.cumsum(sizes[:streamed])])
     rooms = capacity - np.diff(ends[begins])
     packs, chosen = Closing(rooms, sizes[by_size]).run()
@@ -155,15 +157,3 @@ def _one_window(sizes: Int64, capacity: int, num_old: int) -> _Made:
     left = np.ones(len(sizes), np.bool_)
     left[piece] = False
     return _Made(layout_of(pack, piece), np.flatnonzero(left), num_packs, num_closed)
-
-
-def _merged(shared: Layout, alone: Int64) -> Layout:
-    """Packs of several pieces, in the order of their first, and packs of one piece: in stream order."""
-    firsts = np.concatenate([shared.order[shared.offsets[:-1]], alone])
-    counts = np.concatenate([np.diff(shared.offsets), np.ones(len(alone), np.int64)])
-    packs = np.argsort(firsts, kind="stable")
-    place = np.empty(len(packs), np.int64)
-    place[packs] = np.arange(len(packs))
-    pieces = np.argsort(np.repeat(place, counts), kind="stable")
-    order = np.concatenate([shared.order, alone])[pieces]
-    return Layout(order, np.concatenate([[0], np.cumsum(counts[packs])]))
