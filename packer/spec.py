@@ -21,7 +21,7 @@ from packer.packing import ONE_CAPACITY
 from packer.shard import FORMAT_VERSION
 
 # Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
-ENGINE_VERSION = 4
+ENGINE_VERSION = 5
 
 MAX_TOKENS_LIMIT = 1 << 24
 MOST_CAPACITIES = 64  # of max_tokens as a list

@@ -1,10 +1,10 @@
 """Many packs at once are filled up from one pool of pieces: the vectorised core of the window engine.
 
 A pack is closed exactly where that can be had: by one piece, else by two. For two, each pack reserves a
-piece of about half its room, no piece twice, and looks for the other half among the rest; what finds none
-looks again with a shorter one. That is the two-item form of minimum bin slack (Gupta and Ho 1999), for all
-packs in a few numpy calls of O(n log n). The packs that are left after some tries look at all pairs, one
-after the other. What cannot be closed takes the longest piece that fits (best fit).
+piece of some part of its room, no piece twice, and looks for the other one among the rest; what finds none
+looks again with a shorter one, as long as many packs close so. That is the two-item form of minimum bin slack
+(Gupta and Ho 1999), for all packs in a few numpy calls of O(n log n). The packs that are left look at all
+pairs, one room after the other. What cannot be closed takes the longest piece that fits (best fit).
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from packer.packing.bits import bit_sets
 from packer.packing.shuffle import sorted_by
 from packer.packing.values import Int64
 
-_STRIDE = 3  # places in the pool between the halves of one try and of the next
+_STRIDE = 3  # places in the pool between the pieces that are reserved in one try and in the next
 _WORTH = 64  # packs that a try must close to be cheaper than looking at all their pairs
-_NEAR = (1 << 512) - 1
+_NEAR = (1 << 512) - 1  # the pairs that are looked into first
+EVEN, UNEVEN = 4, 5
 
 
 class Closing:
     """Packs that still have room, rising by room, and the pieces that are left for them, rising by size."""
 
-    def __init__(self, rooms: Int64, pool: Int64) -> None:
-        """rooms: (num_packs,) int64. pool: (num_pieces,) int64, sizes that never fall."""
+    def __init__(self, rooms: Int64, pool: Int64, eighths: int = UNEVEN) -> None:
+        """rooms: (num_packs,) int64. pool: (num_pieces,) int64, sizes that never fall.
+
+        eighths: of a room that the longer of a pair takes at least, where it can be had. EVEN keeps the
+        shortest pieces for later; with UNEVEN the lengths in a pack say less about each other.
+        """
+        self.eighths = eighths
         self.packs = _by_value(rooms)
         self.rooms = rooms[self.packs]
         self.pieces, self.sizes = np.arange(len(pool)), pool
@@ -74,15 +80,16 @@ class Closing:
         """Close packs with two pieces. Returns how many."""
         low = np.searchsorted(self.rooms, 2 * self.sizes[0])
         high = np.searchsorted(self.rooms, 2 * self.sizes[-1], side="right")
-        half = _rising(np.searchsorted(self.sizes, self.rooms[low:high] // 2, side="right") - 1 - shift)
-        looking = np.flatnonzero(half >= 0) + low
-        half = half[half >= 0]
-        if len(half) < _WORTH:
+        wanted = self.rooms[low:high] * self.eighths // 8
+        reserved = _rising(np.searchsorted(self.sizes, wanted, side="right") - 1 - shift)
+        looking = np.flatnonzero(reserved >= 0) + low
+        reserved = reserved[reserved >= 0]
+        if len(reserved) < _WORTH:
             return 0
         others = np.ones(len(self.sizes), np.bool_)
-        others[half] = False
+        others[reserved] = False
         others_at = np.flatnonzero(others)
-        needed = self.rooms[looking] - self.sizes[half]
+        needed = self.rooms[looking] - self.sizes[reserved]
         by_needed = _by_value(needed)
         found, at = _equals(needed[by_needed], self.sizes[others_at])
         which = by_needed[found]
@@ -90,7 +97,7 @@ class Closing:
         closed[looking[which]] = True
         # Both pieces of all packs at once; the order of packs within `closed` is that of the rooms.
         order = np.argsort(which)
-        self._take(closed, others_at[at][order], half[which][order])
+        self._take(closed, others_at[at][order], reserved[which][order])
         self.packs, self.rooms = self.packs[~closed], self.rooms[~closed]
         return len(which)
 
@@ -100,7 +107,7 @@ class Closing:
         high = int(np.searchsorted(self.rooms, 2 * self.sizes[-1], side="right"))
         if low == high:
             return
-        runs = _most_even_pairs(self.sizes, self.rooms[low:high])
+        runs = _exact_pairs(self.sizes, self.rooms[low:high], self.eighths)
         place, repeats, longer, shorter = runs.T
         within = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
         closed = np.zeros(len(self.rooms), np.bool_)
@@ -128,12 +135,12 @@ class Closing:
         self.pieces, self.sizes = self.pieces[left], self.sizes[left]
 
 
-def _most_even_pairs(sizes: Int64, rooms: Int64) -> Int64:
+def _exact_pairs(sizes: Int64, rooms: Int64, eighths: int) -> Int64:
     """Two of `sizes` for each of `rooms`, which they fill, as far as there are any. Both rising.
 
     Returns (runs, 4) int64: rooms that follow each other and take pieces that do: the first room, how many
-    there are, and the first piece of the one size and of the other. One room after the other, and the most
-    even pair first; equal rooms are one question.
+    there are, and the first piece of the one size and of the other. One room after the other, equal rooms as
+    one question; of several pairs the most even one whose longer piece takes the `eighths` of the room.
     """
     starts = np.flatnonzero(np.diff(sizes, prepend=-1))
     kinds = sizes[starts]
@@ -146,40 +153,44 @@ def _most_even_pairs(sizes: Int64, rooms: Int64) -> Int64:
     runs: list[int] = []
     # The busiest loop of the window engine: written out, for calls would take half as long again.
     for room, place, stop in zip(rooms[begins].tolist(), numbers, [*numbers[1:], len(rooms)], strict=True):
-        half, shift = (room + 1) >> 1, longest - room
-        # Bit i: sizes half + i and room - half - i are there (see bits).
-        pairs = (forward & (backward >> shift if shift >= 0 else backward << -shift)) >> half
-        while pairs:
-            near = pairs & _NEAR or pairs  # a short number is faster to look into
-            lowest = near & -near
-            longer = lowest.bit_length() - 1 + half
-            shorter = room - longer
-            repeats, one, last = stop - place, following[longer], end[longer]
-            if longer != shorter:
-                other = following[shorter]
-                most = end[shorter] - other
-                if most < repeats:
-                    repeats = most
-                if last - one < repeats:
-                    repeats = last - one
-                following[shorter] = other + repeats
-                used = following[longer] = one + repeats
-                if repeats == most:
-                    forward ^= 1 << shorter
-                    backward ^= 1 << longest - shorter
-            else:
-                repeats = min(repeats, (last - one) >> 1)
-                other = one + repeats
-                used = following[longer] = other + repeats
-            if used == last:
-                forward ^= 1 << longer
-                backward ^= 1 << longest - longer
-            if repeats:
-                runs += (place, repeats, one, other)
-                place += repeats
-                if place == stop:
-                    break
-            pairs ^= lowest
+        shift, half = longest - room, (room + 1) >> 1
+        least = room * eighths >> 3
+        for low in (least, half) if least > half else (half,):
+            # Bit i: sizes low + i and room - low - i are there (see bits).
+            pairs = (forward & (backward >> shift if shift >= 0 else backward << -shift)) >> low
+            while pairs:
+                near = pairs & _NEAR or pairs  # a short number is faster to look into
+                lowest = near & -near
+                longer = lowest.bit_length() - 1 + low
+                shorter = room - longer
+                repeats, one, last = stop - place, following[longer], end[longer]
+                if longer != shorter:
+                    other = following[shorter]
+                    most = end[shorter] - other
+                    if most < repeats:
+                        repeats = most
+                    if last - one < repeats:
+                        repeats = last - one
+                    following[shorter] = other + repeats
+                    used = following[longer] = one + repeats
+                    if repeats == most:
+                        forward ^= 1 << shorter
+                        backward ^= 1 << longest - shorter
+                else:
+                    repeats = min(repeats, (last - one) >> 1)
+                    other = one + repeats
+                    used = following[longer] = other + repeats
+                if used == last:
+                    forward ^= 1 << longer
+                    backward ^= 1 << longest - longer
+                if repeats:
+                    runs += (place, repeats, one, other)
+                    place += repeats
+                    if place == stop:
+                        break
+                pairs ^= lowest
+            if place == stop:
+                break
     return np.array(runs, np.int64).reshape(-1, 4)
 
 

@@ -112,14 +112,15 @@ def _rest(waiting: Int64, sizes: Int64, capacity: int) -> list[Layout]:
 
 
 def _ended(ended: Layout, last: Int64, sizes: Int64, capacity: int) -> Layout:
-    """The packs of the last window's pieces: as they are, or in fewer packs if longest first gives these.
+    """The packs of the last window's pieces: as they are, or longest first if that saves more than one pack.
 
-    Long pieces left over together need packs of their own, though the window's tokens would do with fewer.
+    It does where long pieces are left over together: they need packs of their own, though the window's tokens
+    would do with fewer. But it puts like with like.
     """
-    if ended.num_packs == _bound(sizes[last], capacity):
+    if ended.num_packs <= _bound(sizes[last], capacity) + 1:
         return ended
-    other = best_fit_decreasing(sizes[last], capacity)
-    return other.of(last) if other.num_packs < ended.num_packs else ended
+    other = best_fit_decreasing(sizes[last], capacity).of(last)
+    return other if other.num_packs < ended.num_packs - 1 else ended
 
 
 class _Made(NamedTuple):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packer.packing.closing import Closing
+from packer.packing.closing import EVEN, UNEVEN, Closing
 from packer.packing.values import Int64
 from packer.packing.window import window_best_fit
 
@@ -53,6 +56,40 @@ def test_nothing_that_is_left_fits_anywhere(rooms: list[int], pool: list[int]) -
     left, pieces = rooms_after(rooms, pool)
     if left and pieces:
         assert max(left) < min(pieces)
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.integers(1, 40), max_size=30),
+    st.lists(st.integers(1, 30), max_size=60).map(sorted),
+    st.sampled_from([EVEN, UNEVEN]),
+)
+def test_exact_fills_packs_or_leaves_them_as_they_are(rooms: list[int], pool: list[int], part: int) -> None:
+    packs, places = Closing(np.array(rooms, np.int64), np.array(pool, np.int64), part).exact()
+    assert len(np.unique(places)) == len(places)
+    left = np.array(rooms, np.int64)
+    np.subtract.at(left, packs, np.array(pool, np.int64)[places])
+    assert set(left[packs].tolist()) <= {0}
+    open_packs = np.setdiff1d(np.arange(len(rooms)), packs)
+    assert left[open_packs].tolist() == np.array(rooms, np.int64)[open_packs].tolist()
+    # No pack that is left could have been closed with what is left.
+    rest = np.delete(np.array(pool, np.int64), places).tolist()
+    sums = {*rest, *(a + b for a, b in itertools.combinations(rest, 2))}
+    assert not sums & set(left[open_packs].tolist())
+
+
+@pytest.mark.parametrize(("part", "pair"), [(EVEN, [8, 9]), (UNEVEN, [5, 12])])
+def test_the_longer_of_a_pair_takes_its_part_of_the_room(part: int, pair: list[int]) -> None:
+    pool = [2, 5, 8, 9, 12, 15]
+    _, places = Closing(np.array([17]), np.array(pool), part).exact()
+    assert sorted(pool[place] for place in places) == pair
+
+
+def test_many_packs_with_one_room_take_pairs_of_one_kind_and_then_of_the_next() -> None:
+    rooms, pool = [10] * 5, [3] * 3 + [4] * 2 + [5] + [6] * 2 + [7] * 4
+    packs, places = Closing(np.array(rooms), np.array(pool), EVEN).exact()
+    pairs = [sorted(pool[i] for i in places[packs == pack]) for pack in range(5)]
+    assert pairs == [[4, 6], [4, 6], [3, 7], [3, 7], [3, 7]]
 
 
 @settings(max_examples=30, deadline=None)
