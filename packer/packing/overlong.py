@@ -17,8 +17,11 @@ def cut(lengths: Int64, capacity: Capacity, *, overlong: str, truncate_side: str
     leaves the example out. error raises PackingError with the first such example.
     """
     longest = capacity.segment
-    example = np.flatnonzero(lengths)
-    kept = lengths[example]
+    if lengths.all():
+        example, kept = np.arange(len(lengths)), lengths
+    else:
+        example = np.flatnonzero(lengths)
+        kept = lengths[example]
     too_long = kept > longest
     if not too_long.any():
         return Pieces(

@@ -224,14 +224,17 @@ def _finished(
     capacities: tuple[Capacity, ...],
     steps: Int64 | None = None,
 ) -> PackPlan:
-    again = pieces.example[1:][pieces.example[1:] == pieces.example[:-1]]
     length = pieces.length[layout.order]
     # Mostly a piece is an example, from its first token on: then there is nothing to look up.
+    moved = pieces.start.any()
+    again = np.zeros(0, np.int64)
+    if moved:
+        again = pieces.example[1:][pieces.example[1:] == pieces.example[:-1]]
     whole = len(pieces.example) == len(lengths) and not len(again)
     max_tokens = np.array([capacity.max_tokens for capacity in capacities], np.int64)
     return PackPlan(
         example=layout.order if whole else pieces.example[layout.order],
-        start=pieces.start[layout.order] if pieces.start.any() else np.zeros(len(length), np.int64),
+        start=pieces.start[layout.order] if moved else np.zeros(len(length), np.int64),
         length=length,
         pack_offsets=layout.offsets,
         pack_capacity=max_tokens[smallest_that_holds(length[layout.offsets[:-1]], capacities)],

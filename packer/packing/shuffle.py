@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.order import derive_seed, permute
+from packer.order import derive_seed
 from packer.packing.values import Int64, Layout
 
 _EQUALS, _PACKS, _SEGMENTS, _GROUPS = 1, 2, 3, 4  # what a derived seed is for
@@ -21,6 +21,8 @@ _GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction, times 2**64
 _BLOCK = 1 << 18  # elements that are hashed at once: what a core's cache holds
 _DIGIT = 16  # bits a pass, and random bits an element
 _LARGE = 1 << 22  # elements from which one sort is faster than passes
+_PRIMES = np.array([p for p in range(2, 128) if all(p % q for q in range(2, p))], np.uint32)
+_WIDE = 1 << 25  # times any of the primes stays below 2**32
 BALANCE_GROUP = 128  # packs that cost about the same and stand side by side
 
 
@@ -47,17 +49,43 @@ def shuffle(
         groups = _groups_of_equal_cost(costs, seed)
     if seed is None or num_packs < 1:
         return layout
-    place = permute(np.arange(num_packs), num_packs, derive_seed(seed, _PACKS))
-    packs = _inverse(place)
+    drawn = _hashed(np.arange(num_packs, dtype=np.uint64), derive_seed(seed, _PACKS))
+    packs = _argsort(drawn >> np.uint64(32), 32, None)
     if groups is not None:
-        packs = np.lexsort((place, groups))
-        place = _inverse(packs)
-    counts = np.diff(layout.offsets)
-    of_piece = np.repeat(place.astype(np.uint32), counts)
-    within = _argsort(of_piece, num_packs.bit_length(), derive_seed(seed, _SEGMENTS))
+        packs = packs[np.argsort(groups[packs], kind="stable")]
+    counts = np.diff(layout.offsets)[packs]
     offsets = np.zeros(num_packs + 1, np.int64)
-    np.cumsum(counts[packs], out=offsets[1:])
-    return Layout(layout.order[within], offsets)
+    np.cumsum(counts, out=offsets[1:])
+    order = np.empty(len(layout.order), np.int64)
+    a = 0
+    while a < num_packs:
+        b = max(a + 1, int(np.searchsorted(offsets, offsets[a] + _BLOCK, side="right")) - 1)
+        source = _turned(packs[a:b], layout.offsets, derive_seed(seed, _SEGMENTS))
+        order[offsets[a] : offsets[b]] = layout.order[source]
+        a = b
+    return Layout(order, offsets)
+
+
+def _turned(packs: Int64, offsets: Int64, seed: int) -> Int64:
+    """Places of the pieces of `packs`, pack after pack, those of each in an order of its own.
+
+    A pack of w pieces is read from a drawn piece on in steps of a drawn prime, modulo w: each piece is as
+    likely to stand anywhere. (A full shuffle takes a sort of all pieces, several times as long.)
+    """
+    drawn = _hashed(packs.astype(np.uint64), seed)
+    begins = offsets[packs]
+    counts = offsets[packs + 1] - begins
+    widths = counts.astype(np.uint32)
+    steps = _PRIMES[(drawn >> np.uint64(56)) % np.uint64(len(_PRIMES))]
+    steps[(widths % steps == 0) | (widths > _WIDE)] = 1
+    shift = (((drawn & np.uint64(0xFFFFFFFF)) * widths) >> np.uint64(32)).astype(np.uint32)
+    # Numbers of 32 bits, modulo 2**32 before the modulus is taken: half the memory, a third of the time.
+    shift -= (np.cumsum(counts) - counts).astype(np.uint32) * steps
+    turned = np.arange(int(counts.sum()), dtype=np.uint32)
+    turned *= np.repeat(steps, counts)
+    turned += np.repeat(shift, counts)
+    turned %= np.repeat(widths, counts)
+    return np.repeat(begins, counts) + turned
 
 
 def in_stream_order(layout: Layout, *, groups: Int64 | None = None) -> Layout:
