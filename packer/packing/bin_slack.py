@@ -25,7 +25,6 @@ from packer.packing.values import Int64
 
 _NODES = 64  # of the search for one pattern
 _PAIRS = 8  # exact pairs looked at before the search goes on
-_NEAR = 1.0001  # packs over the bound
 
 
 class Pattern(NamedTuple):
@@ -42,17 +41,15 @@ def packs_of(found: list[Pattern]) -> int:
 def slack_patterns(counts: Int64, capacity: int, bound: int = 0) -> list[Pattern]:
     """Patterns that use up `counts`, (capacity + 1,) int64: how many pieces there are of each length.
 
-    bound: packs that none can go below. One way is enough that reaches it, and two that come near.
+    bound: packs that none can go below, so that no other way is tried where one reaches it.
     """
-    best: list[Pattern] = []
-    fewest = -1
-    for closing in ("even", "none", "uneven"):
-        found = _Search(counts, capacity, closing).run()
-        num_packs = packs_of(found)
-        if fewest < 0 or num_packs < fewest:
-            best, fewest = found, num_packs
-        if fewest <= bound or (closing == "none" and fewest <= bound * _NEAR):
+    tokens = int(np.arange(capacity + 1) @ counts)
+    best = _Search(counts, capacity, "even").run()
+    for closing in ("none", "uneven"):
+        fewest = packs_of(best)
+        if fewest <= bound:
             break
+        best = _Search(counts, capacity, closing).run((fewest - 1) * capacity - tokens) or best
     return best
 
 
@@ -71,12 +68,17 @@ class _Search:
         self.longest = self.present[-1] if self.present else 0
         self.forward, self.backward = bit_sets(there, self.longest)
 
-    def run(self) -> list[Pattern]:
+    def run(self, spare: int | None = None) -> list[Pattern]:
+        """Patterns until no length is left; none at all once their packs leave over `spare` tokens empty."""
         found, left = [], self.left
         choose = self._longest if self.closing == "none" else self._fullest
         while self.present:
-            lengths = choose()
+            lengths, room = choose()
             repeats = min([left[length] // copies for length, copies in lengths.items()])
+            if spare is not None:
+                spare -= repeats * room
+                if spare < 0:
+                    return []
             for length, copies in lengths.items():
                 left[length] -= repeats * copies
                 if not left[length]:
@@ -86,8 +88,8 @@ class _Search:
             found.append(Pattern(repeats, tuple(lengths.items())))
         return found
 
-    def _longest(self) -> dict[int, int]:
-        """The longest length, then the longest that fits, to the end: {length: copies}."""
+    def _longest(self) -> tuple[dict[int, int], int]:
+        """The longest length, then the longest that fits, to the end: {length: copies}, and the room left."""
         present, left, room = self.present, self.left, self.capacity
         used = {}
         index = len(present)
@@ -96,10 +98,10 @@ class _Search:
             used[length] = copies = min(left[length], room // length)
             room -= copies * length
             index = bisect_right(present, room, 0, index - 1)
-        return used
+        return used, room
 
-    def _fullest(self) -> dict[int, int]:
-        """The lengths of the fullest pack found with the longest length in it: {length: copies}."""
+    def _fullest(self) -> tuple[dict[int, int], int]:
+        """The fullest pack found with the longest length in it: {length: copies}, and the room left."""
         longest = self.present[-1]
         used, taken, room = {longest: 1}, [longest], self.capacity - longest
         best, slack, nodes, limit = dict(used), room, 0, longest
@@ -111,7 +113,7 @@ class _Search:
                 if closing:
                     for length in closing:
                         used[length] = used.get(length, 0) + 1
-                    return {length: copies for length, copies in used.items() if copies}
+                    return {length: copies for length, copies in used.items() if copies}, 0
                 length = top if top <= limit else self._fitting(limit, used)
                 if not length:
                     break
@@ -124,10 +126,10 @@ class _Search:
             if room < slack:
                 best, slack = {length: copies for length, copies in used.items() if copies}, room
             if not slack or nodes >= _NODES:
-                return best
+                return best, slack
             room, limit = self._lower_last(taken, used, room)
             if not limit:
-                return best
+                return best, slack
 
     def _lower_last(self, taken: list[int], used: dict[int, int], room: int) -> tuple[int, int]:
         """Put the next shorter length in the place of the last. Returns (room, that length; 0: none)."""
