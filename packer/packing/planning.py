@@ -224,7 +224,9 @@ def _finished(
     capacities: tuple[Capacity, ...],
     steps: Int64 | None = None,
 ) -> PackPlan:
-    length = pieces.length[layout.order]
+    # From the narrowest type: looked up all over, lengths should stay in a core's cache.
+    narrow = pieces.length.astype(np.min_scalar_type(capacities[-1].segment))
+    length = narrow[layout.order].astype(np.int64)
     # Mostly a piece is an example, from its first token on: then there is nothing to look up.
     moved = pieces.start.any()
     again = np.zeros(0, np.int64)

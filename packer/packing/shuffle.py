@@ -56,12 +56,13 @@ def shuffle(
     counts = np.diff(layout.offsets)[packs]
     offsets = np.zeros(num_packs + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
-    order = np.empty(len(layout.order), np.int64)
+    narrow = layout.order.astype(np.min_scalar_type(len(layout.order)))  # the more of it a cache holds
+    order = np.empty(len(narrow), np.int64)
     a = 0
     while a < num_packs:
         b = max(a + 1, int(np.searchsorted(offsets, offsets[a] + _BLOCK, side="right")) - 1)
         source = _turned(packs[a:b], layout.offsets, derive_seed(seed, _SEGMENTS))
-        order[offsets[a] : offsets[b]] = layout.order[source]
+        order[offsets[a] : offsets[b]] = narrow[source]
         a = b
     return Layout(order, offsets)
 
