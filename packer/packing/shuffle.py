@@ -1,9 +1,10 @@
 """Seeded orders: of equal pieces, of packs, and of the segments in a pack.
 
-What is sorted by comes first, then 16 pseudo-random bits, then the place: the same order on every machine. A
-radix sort does that, 16 bits a pass from the lowest, each a stable argsort of 16-bit numbers, for which numpy
-counts. Where the arrays are larger than a cache, its lookups cost more than numpy's vectorised sort of one
-64-bit number an element, which holds all three: then that is taken, and needs no second array.
+Equal pieces are drawn by 16 pseudo-random bits, packs by 32, then by place: the same order on every machine.
+A radix sort does that, 16 bits a pass from the lowest, each a stable argsort of 16-bit numbers, for which
+numpy counts. Where the arrays are larger than a cache, its lookups cost more than numpy's vectorised sort of
+one 64-bit number an element, which holds all three: then that is taken, and needs no second array. Segments
+need no sort at all: each pack is read from a place of its own on in steps of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from packer.packing.values import Int64, Layout
 _EQUALS, _PACKS, _SEGMENTS, _GROUPS = 1, 2, 3, 4  # what a derived seed is for
 _GOLDEN = 0x9E3779B97F4A7C15  # the golden ratio's fraction, times 2**64
 _BLOCK = 1 << 18  # elements that are hashed at once: what a core's cache holds
-_DIGIT = 16  # bits a pass, and random bits an element
+_DIGIT = 16  # bits a pass, and random bits of a piece
 _LARGE = 1 << 22  # elements from which one sort is faster than passes
 _PRIMES = np.array([p for p in range(2, 128) if all(p % q for q in range(2, p))], np.uint32)
 _WIDE = 1 << 25  # times any of the primes stays below 2**32
