@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from packer import logs, sources, traces
@@ -32,10 +31,9 @@ from packer.report import report, total
 from packer.runners import ClusterLost, Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import LockLost, NoSpaceLeft, Store, StoreError
+from packer.window import MAX_TRIES, Window
 
 log = logging.getLogger("padfree.packer")
-
-MAX_TRIES = 3  # of one partition, when its worker dies or the store stumbles
 
 
 class PackingFailed(RuntimeError):
@@ -48,71 +46,6 @@ class Busy(RuntimeError):
 
 class Cancelled(RuntimeError):
     """Packing was asked to stop. What is committed stays."""
-
-
-@dataclass(slots=True)
-class Window:
-    """Which partitions run, wait for their turn, or failed.
-
-    At most `size` partitions are out or waiting at any time, so a slow one holds back the rest: that
-    is the back-pressure. A failure counts only when all before it are committed, so that the same
-    input always fails for the same reason.
-    """
-
-    total: int
-    size: int
-    committed: int = 0  # partitions 0 .. committed-1 are in the manifest
-    _handed_out: int = field(default=-1)
-    _results: dict[int, Any] = field(default_factory=dict)
-    _failures: dict[int, BaseException] = field(default_factory=dict)
-    _tries: dict[int, int] = field(default_factory=dict)
-    _again: list[int] = field(default_factory=list)
-    retries: int = 0
-
-    def __post_init__(self) -> None:
-        self._handed_out = self.committed
-
-    @property
-    def done(self) -> bool:
-        return self.committed == self.total
-
-    def to_start(self) -> list[int]:
-        """Partitions to hand out now."""
-        again, self._again = self._again, []
-        if self._failures:  # what comes after the first failure would be thrown away
-            return [p for p in again if p < min(self._failures)]
-        end = min(self.total, self.committed + self.size)
-        fresh = list(range(self._handed_out, end))
-        self._handed_out = max(self._handed_out, end)
-        return again + fresh
-
-    def succeeded(self, partition: int, result: Any) -> None:
-        self._results[partition] = result
-
-    def stumbled(self, partition: int, error: BaseException) -> bool:
-        """A transient failure. Returns whether the partition gets another try."""
-        self._tries[partition] = self._tries.get(partition, 0) + 1
-        if self._tries[partition] >= MAX_TRIES:
-            self.failed(partition, error)
-            return False
-        self.retries += 1
-        self._again.append(partition)
-        return True
-
-    def failed(self, partition: int, error: BaseException) -> None:
-        self._failures[partition] = error
-
-    def failure(self) -> BaseException | None:
-        """The error that ends the job, once every partition before it is committed."""
-        return self._failures.get(self.committed)
-
-    def to_commit(self) -> list[tuple[int, Any]]:
-        """Results whose turn has come, in order. They count as committed from here on."""
-        ready = []
-        while self.committed in self._results:
-            ready.append((self.committed, self._results.pop(self.committed)))
-            self.committed += 1
-        return ready
 
 
 def pack(
@@ -146,7 +79,8 @@ def pack(
         store.sweep(key)
         try:
             with runner.open() as tasks:
-                partitions = _partitions(job, store, tasks, cancel)
+                indexing = Window(total=len(job.inputs), size=len(job.inputs))
+                partitions = _partitions(job, store, tasks, indexing, cancel)
                 _require_same_cut(job, manifest, len(partitions))
                 plan = {
                     "num_partitions": len(partitions),
@@ -172,7 +106,8 @@ def pack(
             _require_lock(job, store)
             raise _fail(job, store, error) from error
         _require_lock(job, store)
-        return _finish(job, store, manifest, time.monotonic() - started, window.retries)
+        retries = indexing.retries + window.retries
+        return _finish(job, store, manifest, time.monotonic() - started, retries)
 
 
 def _require_same_cut(job: Job, manifest: Manifest, num_partitions: int) -> None:
@@ -186,27 +121,27 @@ def _require_same_cut(job: Job, manifest: Manifest, num_partitions: int) -> None
 
 
 def _partitions(
-    job: Job, store: Store, tasks: Tasks, cancel: threading.Event | None
+    job: Job, store: Store, tasks: Tasks, window: Window, cancel: threading.Event | None
 ) -> list[sources.Partition]:
     """Index every input (one task each) and cut them into partitions."""
     work_key = dataset_key(job.dataset, "work")
-    shuffled = job.spec.shuffle_seed is not None
-    numbers = {
-        tasks.submit(
-            _index, one, store, f"{work_key}/{number}", shuffled, dict(job.spec.source.fields)
-        ): number
-        for number, one in enumerate(job.inputs)
-    }
-    indexes: dict[int, sources.FileIndex] = {}
-    while len(indexes) < len(numbers):
+    shuffled, fields = job.spec.shuffle_seed is not None, dict(job.spec.source.fields)
+    running: dict[int, int] = {}  # task: input
+    indexes: list[sources.FileIndex] = []
+    while not window.done:
         _stop_if(cancel)
+        for number in window.to_start():
+            one, key = job.inputs[number], f"{work_key}/{number}"
+            running[tasks.submit(_index, one, store, key, shuffled, fields)] = number
         for done in tasks.wait(1.0):
-            if done.error is not None:
-                raise done.error
-            indexes[numbers[done.task]] = done.value
-    ordered = [indexes[number] for number in range(len(job.inputs))]
+            number = running.pop(done.task)
+            path = job.inputs[number].path
+            _take(window, number, done, f"input {number}", f"that indexes {path}")
+        indexes += [index for _, index in window.to_commit()]
+        if (failure := window.failure()) is not None:
+            raise failure
     return sources.cut(
-        ordered,
+        indexes,
         shuffle_seed=job.spec.shuffle_seed,
         multiple=partition_multiple(job.spec.packing),
         max_tokens=job.spec.packing.capacities[-1],
@@ -248,7 +183,7 @@ def _run(
             number = running.pop(done.task)
             done_by[number] = done
             with logs.using({"partition": number}):
-                _take(window, partitions[number], done)
+                _take(window, number, done, f"partition {number}", _whose(partitions[number]))
         _require_lock(job, store)
         if ready := window.to_commit():
             for number, commit in ready:
@@ -292,26 +227,32 @@ def _require_lock(job: Job, store: Store) -> None:
         raise Busy(f"dataset {job.dataset}: {error}") from error
 
 
-def _take(window: Window, partition: sources.Partition, done: Done) -> None:
-    number, error = partition.index, done.error
+def _take(window: Window, number: int, done: Done, name: str, whose: str) -> None:
+    """What came of a task. whose: as in "the worker …", for an error."""
+    error = done.error
     if error is None:
         window.succeeded(number, done.value)
-    elif isinstance(error, WorkerDied):
-        if window.stumbled(number, _killed(partition, error)):
-            log.warning("partition %d is tried again: %s", number, error)
-    elif isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft):
-        if window.stumbled(number, error):
-            log.warning("partition %d is tried again: %s", number, error)
+    elif isinstance(error, WorkerDied) or (
+        isinstance(error, StoreError) and not isinstance(error, NoSpaceLeft)
+    ):
+        if window.stumbled(number, _killed(whose, error) if isinstance(error, WorkerDied) else error):
+            log.warning("%s is tried again: %s", name, error)
     else:
-        log.info("partition %d failed: %s", number, error)  # an error once all before it are committed
+        log.info("%s failed: %s", name, error)  # an error once all before it are done
         window.failed(number, error)
 
 
-def _killed(partition: sources.Partition, error: WorkerDied) -> PackingFailed:
+def _whose(partition: sources.Partition) -> str:
     files = ", ".join(sorted({span.file.input.path for span in partition.spans})[:3])
+    return (
+        f"of partition {partition.index} (examples {partition.start} to {partition.stop - 1} in stream "
+        f"order, of {files})"
+    )
+
+
+def _killed(whose: str, error: WorkerDied) -> PackingFailed:
     return PackingFailed(
-        f"the worker of partition {partition.index} (examples {partition.start} to {partition.stop - 1} in "
-        f"stream order, of {files}) was killed {MAX_TRIES} times: {error}. Give workers more memory, or look "
+        f"the worker {whose} was killed {MAX_TRIES} times: {error}. Give workers more memory, or look "
         "for a row there that takes it all; what is packed already stays."
     )
 

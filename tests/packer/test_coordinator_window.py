@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packer.coordinator import MAX_TRIES, Window
+from packer.window import MAX_TRIES, Window
 
 
 @given(

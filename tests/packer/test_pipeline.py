@@ -34,7 +34,7 @@ from packer.packing import PackPlan
 from packer.resolve import resolve
 from packer.runners import Done, InlineRunner, WorkerDied
 from packer.spec import PackingSpec, SpecError, parse_spec
-from packer.store import LocalStore
+from packer.store import LocalStore, StoreError
 from packer.tokenization import TokenizerError
 from packer.verify import verify_store
 from packer.view import dataset_view
@@ -473,6 +473,33 @@ def test_a_worker_that_dies_is_retried_and_changes_nothing(tmp_path: Path) -> No
     finished.refresh()
     assert finished.finished is not None
     assert finished.finished["retries"] == 2
+
+
+def test_a_worker_that_dies_or_a_store_that_stumbles_while_inputs_are_indexed_is_retried(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "b"):
+        write_rows(tmp_path / "in" / f"{name}.jsonl", [{"text": " ".join([name] * n)} for n in range(1, 40)])
+    write_tokenizer(tmp_path / "tokenizer")
+    document = spec_of(tmp_path / "in", tmp_path / "tokenizer", packing={"max_tokens": 64}, shuffle_seed=1)
+    undisturbed = pack_document(tmp_path / "undisturbed", document)
+    # Submissions 1 and 2 are the indexes, 3 and 4 their second tries; 3 fails once more.
+    faults = {1: WorkerDied("killed"), 2: StoreError("a hiccup"), 3: WorkerDied("killed again")}
+    again = pack_document(tmp_path / "again", document, _Faulty(faults))
+    assert again.digests == undisturbed.digests
+    assert again.report == undisturbed.report
+    finished = Manifest(LocalStore(tmp_path / "again"), again.job.dataset)
+    finished.refresh()
+    assert finished.finished is not None
+    assert finished.finished["retries"] == 3
+
+
+def test_an_input_that_always_kills_its_worker_is_named(tmp_path: Path) -> None:
+    store, job = _many(tmp_path)
+    runner = _Faulty({number: WorkerDied("out of memory") for number in range(1, 100)})
+    with pytest.raises(PackingFailed, match=r"that indexes .*rows.jsonl was killed 3 times: out of memory"):
+        pack(job, store, runner)
+    assert runner.submitted == 3
 
 
 def test_f48_work_that_always_kills_its_worker_fails_with_its_range(tmp_path: Path) -> None:
