@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test test-all test-containers check format lock clean
+.PHONY: venv demo test test-slow test-all test-containers check format lock clean
 
 venv: $(VENV)/.complete
 
@@ -24,6 +24,10 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+# Those of more than ten seconds: kills, restarts, thousands of random inputs, containers where an engine is.
+test-slow: venv
+	$(BIN)/python -m pytest -m "slow and not gpu" --durations=20 $(ARGS)
 
 test-all: venv
 	$(BIN)/python -m pytest -m "not gpu"

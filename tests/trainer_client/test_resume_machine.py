@@ -313,6 +313,7 @@ def test_over_http_with_restarts_and_cut_connections() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_much_longer() -> None:
     with tempfile.TemporaryDirectory() as root, FakeService(Path(root)) as service:
         run(Path(root), root, None, 300)
