@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from packer.store import Store
 
 # The row index of a dataset: `shard`, and the optimiser step of the pack under strategy "step" (else -1).
 ROWS = np.dtype([("shard", "<i4"), ("step", "<i8"), *ROW_INDEX.descr])
-
+_COLUMNS = [(name, ROWS[name]) for name in ROWS.names or ()]
 
 ORIGIN = "origin.json"  # when a dataset was first asked for, and by which request; nothing depends on it
 
@@ -125,7 +125,7 @@ def write_commit(store: Store, dataset: str, commit: Commit) -> None:
         "shards": [asdict(shard) for shard in commit.shards],
         "counters": commit.counters,
     }
-    about["sha256"] = _digest(commit.rows, about)
+    about["sha256"] = _digest([commit.rows[name] for name in ROWS.names or ()], about)
     columns = {name: _column(commit.rows[name]) for name in ROWS.names or ()}
     table = pa.table(columns).replace_schema_metadata({"padfree.commit": json.dumps(about)})
     sink = pa.BufferOutputStream()
@@ -140,11 +140,11 @@ def _column(values: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-def _digest(rows: np.ndarray, about: dict[str, Any]) -> str:
-    """Of all that a commit says: nothing in it may change unseen."""
+def _digest(columns: Iterable[np.ndarray], about: dict[str, Any]) -> str:
+    """Of all that a commit says: nothing in it may change unseen. columns: of the rows, in order."""
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
-    for name in ROWS.names or ():
-        digest.update(np.ascontiguousarray(rows[name]).tobytes())
+    for column in columns:
+        digest.update(np.ascontiguousarray(column).data)
     return digest.hexdigest()
 
 
@@ -168,6 +168,10 @@ def _values(array: pa.Array, dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
 
 
+def _together(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+
+
 def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
     """Commit number `partition`, or None where it is not there yet."""
     key = commit_key(dataset, partition)
@@ -176,14 +180,15 @@ def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
     except FileNotFoundError:
         return None
     try:
-        table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
-        about = json.loads(table.schema.metadata[b"padfree.commit"])
-        rows = np.empty(table.num_rows, ROWS)
-        for name in ROWS.names or ():
-            chunks = [_values(chunk, ROWS[name]) for chunk in table.column(name).chunks if len(chunk)]
-            rows[name] = np.concatenate([rows[name][:0], *chunks])
-        if about.pop("sha256") != _digest(rows, about):
+        with pa.ipc.open_file(pa.py_buffer(data)) as reader:
+            about = json.loads(reader.schema.metadata[b"padfree.commit"])
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        columns = [_together([_values(one.column(name), of) for one in batches], of) for name, of in _COLUMNS]
+        if about.pop("sha256") != _digest(columns, about):
             raise ValueError("its checksum does not hold")
+        rows = np.empty(len(columns[0]), ROWS)
+        for (name, _), column in zip(_COLUMNS, columns, strict=True):
+            rows[name] = column
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise damaged(store, dataset, key, error) from error
     return Commit(
@@ -208,6 +213,7 @@ class Manifest:
     counters: list[dict[str, Any]] = field(default_factory=list)
     finished: dict[str, Any] | None = None  # {"report": …} once all is committed
     _rows: np.ndarray = field(default_factory=lambda: np.empty(0, ROWS))
+    _trained_ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
     _num_packs: int = 0
     _has_finished: bool = False  # finished.json was seen
 
@@ -223,6 +229,11 @@ class Manifest:
     def rows(self) -> np.ndarray:
         return self._rows[: self._num_packs]
 
+    @property
+    def trained_ends(self) -> NDArray[np.int64]:
+        """Trained tokens before each pack, and of all, (num_packs + 1,)."""
+        return self._trained_ends[: self._num_packs + 1]
+
     def step_sizes(self) -> NDArray[np.int64] | None:
         """Packs of each optimiser step in commit order, (n,) int64, of a "step" dataset.
 
@@ -237,8 +248,7 @@ class Manifest:
         # Looked at before the commits, so that all of them are read when it is there.
         finished = self.read_json("finished.json")
         before = self.num_commits
-        for commit in self._new_commits():
-            self._append(commit)
+        self._read_on()
         if finished is not None:
             self._has_finished = True
             if finished["num_partitions"] != self.num_commits:
@@ -278,23 +288,35 @@ class Manifest:
             raise damaged(self.store, self.dataset, key, error) from error
         return document
 
-    def _new_commits(self) -> Iterator[Commit]:
-        while (commit := read_commit(self.store, self.dataset, self.num_commits)) is not None:
-            yield commit
+    def _read_on(self) -> None:
+        """Append the commits that are new, as far as they can be read."""
+        new: list[Commit] = []
+        try:
+            while (commit := read_commit(self.store, self.dataset, self.num_commits + len(new))) is not None:
+                new.append(commit)
+        finally:
+            self._make_room(sum(len(commit.rows) for commit in new))
+            for commit in new:
+                self._append(commit)
+
+    def _make_room(self, num_rows: int) -> None:
+        """Room for so many more. At least doubled where there is none, so that appending costs O(1) a row."""
+        before, end = self._num_packs, self._num_packs + num_rows
+        if end > len(self._rows):
+            room = max(end, 2 * len(self._rows), 1024)
+            rows, ends = np.empty(room, ROWS), np.empty(room + 1, np.int64)
+            rows[:before], ends[: before + 1] = self.rows, self.trained_ends
+            self._rows, self._trained_ends = rows, ends
 
     def _append(self, commit: Commit) -> None:
         first = len(self.shards)
-        self.shards.extend(
-            Shard(**{**asdict(shard), "index": first + shard.index}) for shard in commit.shards
-        )
-        rows = commit.rows.copy()
+        self.shards.extend(replace(shard, index=first + shard.index) for shard in commit.shards)
+        before, end = self._num_packs, self._num_packs + len(commit.rows)
+        rows, ends = self._rows[before:end], self._trained_ends[before : end + 1]
+        rows[:] = commit.rows
         rows["shard"] += first
-        end = self._num_packs + len(rows)
-        if end > len(self._rows):  # doubled, so that appending costs O(1) a row
-            grown = np.empty(max(end, 2 * len(self._rows), 1024), ROWS)
-            grown[: self._num_packs] = self.rows
-            self._rows = grown
-        self._rows[self._num_packs : end] = rows
+        np.cumsum(commit.rows["num_trained"], dtype=np.int64, out=ends[1:])
+        ends[1:] += ends[0]
         self._num_packs = end
         self.counters.append(commit.counters)
 

@@ -61,10 +61,9 @@ class Counters:
 
 def total(parts: Iterable[Mapping[str, Any]]) -> Counters:
     """The sum of the counters of commits."""
-    counters = Counters()
-    for part in parts:
-        counters.add(part)
-    return counters
+    every = list(parts)
+    names = [item.name for item in dataclasses.fields(Counters)]
+    return Counters(**{name: int(sum(part.get(name, 0) for part in every)) for name in names})
 
 
 def _listed(parts: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:

@@ -171,7 +171,7 @@ class Feed:
             return old
         self._snapshot = Snapshot(
             rows=rows,
-            trained_ends=np.concatenate([[0], np.cumsum(rows["num_trained"], dtype=np.int64)]),
+            trained_ends=self._manifest.trained_ends,
             shards=self._manifest.shards,
             num_shards=len(self._manifest.shards),
             finished=self._manifest.finished is not None,
