@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from packer import order, shard
 from packer.manifest import Shard
 from packer.shard import Stamp
+from service.buffers import Buffers
 from service.epochs import BlockCache, EpochOrder, StepsCache
 from service.feeds import Snapshot
 from service.files import Piece, ShardFiles, ShardMissing, WouldBlock
 
-_FIRST_WINDOW, _WINDOW = 64, 1024  # messages planned at once: doubling, so that the first leave at once
+_FIRST_WINDOW, _WINDOW = 64, 1024  # messages planned at once; few at first, so that they leave at once
 _FILLER = order.FILLER
 
 
@@ -184,9 +185,16 @@ class ChunkReader:
     asked for."""
 
     def __init__(
-        self, request: StreamRequest, epoch: EpochOrder, files: ShardFiles, *, first: int, stop: int
+        self,
+        request: StreamRequest,
+        epoch: EpochOrder,
+        files: ShardFiles,
+        buffers: Buffers,
+        *,
+        first: int,
+        stop: int,
     ) -> None:
-        self._request, self._epoch, self._files = request, epoch, files
+        self._request, self._epoch, self._files, self._buffers = request, epoch, files, buffers
         self._deal = deal(request, epoch)
         self._next, self._stop = first, stop
         self._window: _Window | None = None
@@ -215,7 +223,7 @@ class ChunkReader:
             if not wait and (self._request.is_merged or not simple):
                 raise WouldBlock
             end = min(self._next + max(1, self._room // self._request.packs_per_step), self._stop)
-            self._room = min(2 * self._room, _WINDOW)
+            self._room = _WINDOW
             self._window = _plan(self._request, self._epoch, self._deal, range(self._next, end))
             self._next, self._at = end, 0
         window, first = self._window, self._at
@@ -258,7 +266,7 @@ class ChunkReader:
         """Messages as they are at rest, end to end, and where each starts."""
         before = window.bounds[first]
         starts = [bound - before for bound in window.bounds[first : stop + 1]]
-        data = np.empty(starts.pop(), np.uint8).data
+        data = self._buffers.take(starts.pop())
         pieces: list[Piece] = []
         at = first
         while at < stop:

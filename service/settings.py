@@ -39,7 +39,7 @@ class Settings:
     max_jobs: int = 2  # datasets packed at the same time
     max_spec_bytes: int = 4 << 20
     max_upload_bytes: int = 64 << 30
-    max_chunk_bytes: int = 512 << 10  # of a stream, at once; fits a core's cache
+    max_chunk_bytes: int = 1 << 20  # of a stream, at once; fits a core's cache
     max_buffer_bytes: int = 256 << 20  # chunks of all open streams together
     shutdown_s: float = 5.0  # for requests and jobs to end in, after SIGTERM
     log_format: Literal["text", "json"] = "text"

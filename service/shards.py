@@ -8,7 +8,6 @@ import re
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-import numpy as np
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
@@ -167,7 +166,7 @@ async def _bytes(service: Service, one: Shard, start: int, stop: int) -> AsyncIt
     try:
         while start < stop:
             size = min(service.chunk_bytes(), stop - start)
-            buffer = np.empty(size, np.uint8).data
+            buffer = service.buffers.take(size)
             await service.in_thread(read, one.key, start, buffer)
             yield buffer
             start += size

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from packer.names import find_dataset
 from packer.store import Store, open_store
+from service.buffers import Buffers
 from service.daemon import run_in_daemon
 from service.epochs import BlockCache, StepsCache
 from service.feeds import Feeds
@@ -47,6 +48,7 @@ class Service:
         self.executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="store")
         self.feeds = Feeds(self.store, self.executor)
         self.files = ShardFiles(self.store)
+        self.buffers = Buffers(settings.max_chunk_bytes)
         self.names: dict[str, str | None] = {}  # of datasets by id, as far as anybody asked for names
         self.blocks, self.steps = BlockCache(), StepsCache()
         self.scheduler: Scheduler | None = None  # None: this replica does not pack

@@ -204,7 +204,7 @@ class _Stream:
             if stop > sent:
                 if not sent:
                     first.observe(time.perf_counter() - self._since)
-                reader = ChunkReader(wanted, epoch, service.files, first=sent, stop=stop)
+                reader = ChunkReader(wanted, epoch, service.files, service.buffers, first=sent, stop=stop)
                 while (data := await self._read(reader, size)) is not None:
                     yield data
                     size = min(2 * size, service.chunk_bytes())

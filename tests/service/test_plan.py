@@ -11,6 +11,7 @@ from packer import order, shard
 from packer.manifest import Manifest
 from packer.store import LocalStore
 from service import epochs
+from service.buffers import Buffers
 from service.epochs import BlockCache, EpochOrder
 from service.feeds import Snapshot
 from service.files import ShardFiles
@@ -94,7 +95,7 @@ def test_a_stream_holds_the_packs_of_the_rules(place, request, block, max_bytes)
             blocks=BlockCache(max_blocks=2),
         )
         stop = request.num_sent(total_steps(request))
-        reader = ChunkReader(request, epoch, files, first=0, stop=stop)
+        reader = ChunkReader(request, epoch, files, Buffers(1 << 20), first=0, stop=stop)
         chunks = []
         while (chunk := reader.read(max_bytes)) is not None:
             chunks.append(bytes(chunk))
@@ -122,7 +123,7 @@ def test_steps_larger_than_the_planning_window(place, monkeypatch):
     monkeypatch.setattr("service.plan._FIRST_WINDOW", 4)
     request = StreamRequest(dataset=dataset, packs_per_step=9, batches="pack", tail="pad")
     epoch = EpochOrder(dataset=dataset, snapshot=snapshot, epoch=0, shuffle_seed=None, blocks=BlockCache())
-    reader = ChunkReader(request, epoch, files, first=0, stop=total_steps(request))
+    reader = ChunkReader(request, epoch, files, Buffers(1 << 20), first=0, stop=total_steps(request))
     body = b"".join(bytes(chunk) for chunk in iter(lambda: reader.read(1 << 20), None))
     found = messages(shard.schema_message(dataset) + body + shard.END_OF_STREAM)
     assert [pack for message in found for pack in message.packs] == PACKS + [shard.padding_pack()] * 8
