@@ -8,6 +8,7 @@ chunk was written.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +19,34 @@ _SMALL_BYTES = 64 << 10  # what malloc keeps at hand itself
 
 
 class Buffers:
-    """Blocks of one size; the one that was freed last is used first, for it lies in a core's cache.
+    """Blocks of some sizes, each twice the one before; what was freed last is used first, for it lies in a
+    core's cache.
 
-    max_kept_bytes: of blocks that are free. Safe for threads.
+    largest_bytes: of what is kept for another time; max_kept_bytes: of all that is free. Safe for threads.
     """
 
-    def __init__(self, block_bytes: int, *, max_kept_bytes: int = 32 << 20) -> None:
-        self._block_bytes = block_bytes
-        self._max_kept = max(1, max_kept_bytes // max(1, block_bytes))
-        self._free: list[Block] = []
+    def __init__(self, largest_bytes: int, *, max_kept_bytes: int = 32 << 20) -> None:
+        self._largest_bytes, self._max_kept_bytes = largest_bytes, max_kept_bytes
+        self._free: defaultdict[int, list[Block]] = defaultdict(list)  # by size
+
+    @property
+    def num_kept_bytes(self) -> int:
+        return sum(size * len(blocks) for size, blocks in list(self._free.items()))
 
     def take(self, size: int) -> memoryview:
         """`size` bytes to write to, of unknown content."""
-        if not _SMALL_BYTES < size <= self._block_bytes:
+        if not _SMALL_BYTES < size <= self._largest_bytes:
             return np.empty(size, np.uint8).data
+        block_bytes = 1 << (size - 1).bit_length()  # at most twice what is asked for
         try:
-            block = self._free.pop()
+            block = self._free[block_bytes].pop()
         except IndexError:
-            block = np.empty(self._block_bytes, np.uint8)
+            block = np.empty(block_bytes, np.uint8)
         view = block[:size]
         # Called when the view is gone, and so every memory view of it.
         weakref.finalize(view, self._take_back, block).atexit = False
         return view.data
 
     def _take_back(self, block: Block) -> None:
-        if len(self._free) < self._max_kept:
-            self._free.append(block)
+        if self.num_kept_bytes + len(block) <= self._max_kept_bytes:
+            self._free[len(block)].append(block)

@@ -1,0 +1,50 @@
+"""Memory of chunks: used again once nobody holds it, never before."""
+
+import numpy as np
+
+from service.buffers import Buffers
+
+
+def address(data):
+    return np.frombuffer(data, np.uint8).ctypes.data
+
+
+def test_memory_is_used_again_once_nobody_holds_it():
+    buffers = Buffers(100_000)
+    first = buffers.take(100_000)
+    at = address(first)
+    second = buffers.take(90_000)
+    assert (len(second), address(second) != at) == (90_000, True)
+    held = first[10:20]  # as a connection holds what it could not send yet
+    held[:] = b"still here"
+    del first
+    third = buffers.take(100_000)
+    third[:] = bytes(100_000)
+    assert (bytes(held), address(third) != at) == (b"still here", True)
+    del held
+    assert address(buffers.take(80_000)) == at
+
+
+def test_what_is_free_is_bounded():
+    buffers = Buffers(100_000, max_kept_bytes=300_000)
+    taken = [buffers.take(100_000) for _ in range(5)]
+    taken.clear()
+    assert buffers.num_kept_bytes == 2 * (128 << 10)
+
+
+def test_a_small_chunk_does_not_hold_a_large_block():
+    buffers = Buffers(1 << 20)
+    large = [buffers.take(1 << 20)]
+    large.clear()
+    small = buffers.take(70_000)
+    assert buffers.num_kept_bytes == 1 << 20
+    del small
+    assert buffers.num_kept_bytes == (1 << 20) + (128 << 10)
+
+
+def test_small_and_very_large_pieces_are_not_kept():
+    buffers = Buffers(100_000)
+    for size in (0, 1, 64 << 10, 100_001):
+        assert len(buffers.take(size)) == size
+    assert buffers.num_kept_bytes == 0
+    assert len(Buffers(4096).take(70_000)) == 70_000
