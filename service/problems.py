@@ -156,9 +156,10 @@ def no_space(detail: str) -> Problem:
 
 def store_unusable() -> Problem:
     detail = (
-        "the service may not write its store, and that does not pass by itself: whoever runs it must make "
-        "the store's folder writable for it, or start it with another (--store, PADFREE_STORE); its log "
-        "names the file"
+        "the store must be a folder that the service may read and write, with nothing but padfree's own in "
+        "it; found is one where it may not, or a file in a folder's place, which does not pass by itself: "
+        "whoever runs the service must put that right, or start it with another store (--store, "
+        "PADFREE_STORE); its log names the file"
     )
     return Problem("store-unusable", 500, "The store cannot be used", detail)
 

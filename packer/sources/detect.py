@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ _SAMPLE_BYTES = MIB
 _MAX_CHECKED = 16  # files that are looked at beside the first
 # A first record up to this size still tells its fields.
 _FIRST_RECORD_BYTES = 32 * MIB
+
+_TABLES = ("parquet", "arrow")
 
 REQUIRED: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -98,28 +101,48 @@ def _check_alike(
     wanted = [fields[ours] for ours in REQUIRED[format]]
     for input in _first_of_each(inputs):
         if input.reader == "txt":
-            fits, found = format == "text", ["text"]
+            sample, fits = [{"text": ""}], format == "text"
         else:
             sample = [row for row in _records(input, max_unpacked_bytes) if not isinstance(row, RowFault)]
             fits = not sample or all(_values(theirs, sample) for theirs in wanted)
-            found = list(dict.fromkeys(key for record in sample for key in record))
         if not fits:
+            found = list(dict.fromkeys(key for record in sample for key in record))
             names = " and ".join(wanted)
             raise SourceError(
-                f"{input.path}: required are the fields {names} ({format}), as in {first}; found "
-                f"{_listed(found)}. Give files of other fields as a dataset of their own, rename "
-                'the fields, or set source.on_bad_row to "skip"'
+                f"{input.path}: required are the fields {names} ({format}), as in {first} (a dataset has one "
+                f"name for each of its fields, in all files); found {_listed(found)}. {_way_out(sample)}"
             )
 
 
+def _way_out(sample: Sequence[Mapping[str, Any]]) -> str:
+    """What to do with a file whose fields are not those of the others."""
+    own = ((format, _mapping(format, {}, sample)) for format in REQUIRED)
+    found = next(((format, fields) for format, fields in own if fields is not None), None)
+    as_what = ""
+    if found is not None:
+        format, fields = found
+        named = {ours: fields[ours] for ours in REQUIRED[format]}
+        as_what = f" (it reads as {format}, with source.fields {json.dumps(named, ensure_ascii=False)})"
+    return (
+        f"Pack files like it as a dataset of their own{as_what} and train on both (MixedStream), or give its "
+        'fields the names of the others; source.on_bad_row "skip" leaves its rows out, counted'
+    )
+
+
 def _first_of_each(inputs: Sequence[InputFile]) -> list[InputFile]:
-    """The first input of each kind in each folder, some at most; none that must be unpacked as a whole."""
+    """The first input of each kind in each folder, and others whose first rows cost nothing to read; some at
+    most, none that must be unpacked as a whole."""
     found: dict[tuple[str, str | None, str], InputFile] = {}
     for input in inputs:
-        whole = input.compression is not None and input.reader in ("parquet", "arrow")
-        if not whole and len(found) < _MAX_CHECKED:
+        if input.compression is None or input.reader not in _TABLES:
             found.setdefault((input.reader, input.compression, input.path.rpartition("/")[0]), input)
-    return list(found.values())
+    firsts = list(found.values())
+    cheap = (
+        one
+        for one in inputs
+        if one.reader in ("jsonl", "json", "csv") and not is_remote(one.path) and one not in firsts
+    )
+    return list(islice(chain(firsts, cheap), _MAX_CHECKED))
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -227,7 +250,7 @@ def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any
             yield from rows
         return
     with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
-        if input.reader in ("parquet", "arrow"):
+        if input.reader in _TABLES:
             yield from _table_sample(input, stream)
         elif input.reader == "txt":
             yield {"text": ""}

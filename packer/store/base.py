@@ -166,10 +166,19 @@ def not_written(error: OSError, path: Path, store: Path | None = None) -> StoreE
             error.errno,
             f"no space left to write {path.name} in {path.parent}: make room, then post the dataset again",
         )
-    text = f"cannot write {path}: {error.strerror}"
-    if store is not None:
-        text += (
-            f"; the store {store} must be a folder that this user may write: make it so, or choose "
-            "another (--store, PADFREE_STORE)"
-        )
-    return StoreError(error.errno, text)
+    advice = "" if store is None else _advice(store, "write")
+    return StoreError(error.errno, f"cannot write {path}: {error.strerror}{advice}")
+
+
+def not_read(error: OSError, path: Path, store: Path) -> OSError:
+    """The error of the operating system at reading `path`, as the store's; one of what is not there stays."""
+    if isinstance(error, FileNotFoundError):
+        return error
+    return StoreError(error.errno, f"cannot read {path}: {error.strerror}{_advice(store, 'read')}")
+
+
+def _advice(store: Path, verb: str) -> str:
+    return (
+        f"; the store {store} must be a folder that this user may {verb}, and padfree alone changes: make it "
+        "so, or choose another (--store, PADFREE_STORE)"
+    )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from packer.store.base import not_written, parts_of
+from packer.store.base import not_read, not_written, parts_of
 
 _TEMPORARY = ".tmp-"
 _BUFFER_BYTES = 1 << 20
@@ -54,10 +54,18 @@ class LocalStore:
 
     def get(self, key: str) -> bytes:
         """The bytes of an object. Raises FileNotFoundError where there is none."""
-        return self.path(key).read_bytes()
+        path = self.path(key)
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise not_read(error, path, self.root) from error
 
     def open(self, key: str, *, sha256: str | None = None) -> BinaryIO:
-        return open(self.path(key), "rb", buffering=0)
+        path = self.path(key)
+        try:
+            return open(path, "rb", buffering=0)
+        except OSError as error:
+            raise not_read(error, path, self.root) from error
 
     def open_part(self, key: str) -> BinaryIO:
         return self.open(key)
@@ -75,10 +83,13 @@ class LocalStore:
 
     def list(self, prefix: str) -> list[str]:
         """Names directly under `prefix`, sorted, without temporary ones."""
+        path = self.path(prefix)
         try:
-            names = os.listdir(self.path(prefix))
+            names = os.listdir(path)
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise not_read(error, path, self.root) from error
         return sorted(name for name in names if not name.startswith(_TEMPORARY))
 
     def delete(self, key: str) -> None:

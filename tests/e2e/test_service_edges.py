@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import shutil
 import signal
 import socket
 import threading
@@ -304,3 +305,23 @@ def test_a_store_that_cannot_be_written_is_not_to_be_tried_again(tmp_path):
     assert "--store" in answer.json["detail"]
     assert str(tmp_path) not in answer.json["detail"]
     assert "retry-after" not in answer.headers
+
+
+@pytest.mark.parametrize("place", ["", "datasets", "datasets/ID/commits", "datasets/ID/shards"])
+def test_a_file_in_the_place_of_a_folder_of_the_store_is_told(tmp_path, place):
+    """No error of the service's own: what is required, what was found, what to do."""
+    store = tmp_path / "store"
+    dataset = build_dataset(store, numbered_packs(3), packs_per_shard=2)
+    path = store / place.replace("ID", dataset)
+    with running(store) as server:
+        shutil.rmtree(path)
+        path.write_text("no folder")
+        asked = [server.get("/v1/datasets"), server.get(f"/v1/datasets/{dataset}/shards/0")]
+        asked.append(server.stream(dataset))
+    failed = [answer for answer in asked if answer.status >= 500]
+    assert failed
+    assert {answer.json["type"] for answer in failed} == {"urn:padfree:problem:store-unusable"}
+    for answer in failed:
+        assert "a file in a folder's place" in answer.json["detail"]
+        assert "--store" in answer.json["detail"]
+        assert str(tmp_path) not in answer.json["detail"]

@@ -691,6 +691,29 @@ def test_a_file_of_other_fields_is_named_with_what_it_has(tmp_path: Path, format
         read_source([tmp_path / "a.jsonl", tmp_path / "c.txt"], tmp_path / "store", format=format)
 
 
+@pytest.mark.parametrize("folder", ["in", "in/below"])
+def test_a_file_of_other_names_is_told_how_to_be_packed(tmp_path: Path, folder: str) -> None:
+    """In the same folder too, before anything is packed."""
+    (tmp_path / folder).mkdir(parents=True)
+    jsonl(tmp_path / "in" / "a.jsonl", [{"prompt": "a", "completion": "b"}])
+    jsonl(tmp_path / folder / "b.jsonl", [{"question": "a", "answer": "b"}])
+    with pytest.raises(
+        SourceError, match=r"b\.jsonl: required are the fields prompt and completion"
+    ) as caught:
+        read_source(tmp_path / "in", tmp_path / "store")
+    assert "found 'question', 'answer'" in str(caught.value)
+    assert 'source.fields {"prompt": "question", "completion": "answer"}' in str(caught.value)
+    assert "MixedStream" in str(caught.value)
+
+
+def test_a_file_that_reads_as_nothing_is_told_so_plainly(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    jsonl(tmp_path / "in" / "a.jsonl", [{"text": "a"}])
+    jsonl(tmp_path / "in" / "b.jsonl", [{"body": "a"}])
+    with pytest.raises(SourceError, match=r"found 'body'. Pack files like it as a dataset of their own and"):
+        read_source(tmp_path / "in", tmp_path / "store")
+
+
 # ------------------------------------------------------------------ detection
 
 
