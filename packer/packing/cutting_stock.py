@@ -163,7 +163,7 @@ class _Programme:
             rooms = rooms - self.sizes[chosen]
 
     def _step(self, pool: _Pool) -> bool:
-        """Bring in the column that saves most packs of those with the highest gain; False: none gains."""
+        """Bring in the column that saves most packs of those with the highest gain; False: none can."""
         gains = pool.gains(self.prices)
         gaining = np.flatnonzero(gains > _GAIN)
         if not len(gaining):
@@ -173,8 +173,10 @@ class _Programme:
         ratios = np.full(leaving.shape, np.inf)
         np.divide(self.packs[:, None], leaving, out=ratios, where=leaving > _PIVOT)
         amounts = ratios.min(axis=0)
-        amounts[np.isinf(amounts)] = 0.0
+        amounts[np.isinf(amounts)] = -1.0  # nothing would leave: rounding
         chosen = int((amounts * gains[looked_at]).argmax())
+        if amounts[chosen] < 0:
+            return False
         number = int(looked_at[chosen])
         row = self._exchange(float(gains[number]), leaving[:, chosen].copy(), ratios[:, chosen])
         self.columns[row], self.costs[row] = pool.known[number]
