@@ -3,10 +3,10 @@
 Each block is packed longest first, which gives every long piece the closest fit that is there. Its bad packs
 are taken apart again, and their pieces come once more with the next block.
 
-Most bad packs hold short pieces alone, which suited no room beside a long one. So these may be dealt with
-before the next block is: as many packs as the tokens ask for beyond the long pieces begin with one of them
-each, and are closed exactly by two of all that are short. Whether that saves packs depends on the lengths;
-it is tried on the first block, in quarters.
+Worst are the packs without a long piece: they get what suited no room beside one, and small pieces for want
+of better ones. So now and then a block is packed like that to see how many pieces of each length are left
+over so. As many are then picked beforehand and put into full packs of three, and only the rest is packed
+longest first. Where that saves nothing it is left out, until a block is looked at again.
 """
 
 from __future__ import annotations
@@ -19,47 +19,75 @@ from packer.packing.shuffle import layout_of, sorted_by
 from packer.packing.values import Int64, Layout, joined
 
 _BAD = 32  # a pack is taken apart if more than one token in so many is missing
+_LOOKED_AT = 8  # one block in so many
+_CLASSES = 128  # of the lengths up to half a pack
+_SHORTEST = 8  # pieces of under one eighth of a pack are not picked: they close gaps
+_ONE = 1 << 16  # a share of all
 
 
 def in_blocks(sizes: Int64, capacity: int, block: int) -> Layout:
     """Pack `sizes`, each in [1, capacity], `block` at a time. O(log block) for a piece."""
-    first, quarter = sizes[:block], -(-block // 4)
-    begun = len(sizes) > block and (
-        _in_blocks(first, capacity, quarter, begun=True).num_packs
-        <= _in_blocks(first, capacity, quarter, begun=False).num_packs
-    )
-    return _in_blocks(sizes, capacity, block, begun=begun)
-
-
-def _in_blocks(sizes: Int64, capacity: int, block: int, *, begun: bool) -> Layout:
-    """begun: whether short pieces of bad packs begin packs before the next block is packed."""
     done: list[Layout] = []
-    waiting = np.zeros(0, np.int64)
-    for arrived in range(0, len(sizes), block):
+    waiting, left_over = np.zeros(0, np.int64), np.zeros(_CLASSES, np.int64)
+    for number, arrived in enumerate(range(0, len(sizes), block)):
         stop = min(len(sizes), arrived + block)
         here = np.concatenate([waiting, np.arange(arrived, stop)])
-        if begun:
-            closed = _begun_with_waiting(sizes[here], capacity, len(waiting)).of(here)
-            done.append(closed)
-            here = here[~np.isin(here, closed.order, assume_unique=True)]
-        made = best_fit_decreasing(sizes[here], capacity).of(here)
+        if number % _LOOKED_AT:
+            made = _threes_first(sizes[here], capacity, left_over)
+        else:
+            made, left_over = _looked_at(sizes[here], capacity)
+        made = made.of(here)
         if stop < len(sizes):
             made, waiting = _without_bad(made, sizes, capacity, arrived)
         done.append(made)
     return joined(done)
 
 
-def _begun_with_waiting(sizes: Int64, capacity: int, num_waiting: int) -> Layout:
-    """Full packs of short pieces alone, three in each, one of them of the first `num_waiting`."""
-    short = 2 * sizes <= capacity
-    most = int(sizes.sum()) // capacity - int(np.count_nonzero(~short))
-    firsts = np.flatnonzero(short[:num_waiting])[: max(0, most)]
-    short[firsts] = False
-    pool = np.flatnonzero(short)
-    pool = pool[sorted_by(sizes[pool], capacity.bit_length(), None)]
-    packs, places = Closing(capacity - sizes[firsts], sizes[pool], EVEN).exact()
-    used = np.unique(packs)
-    return layout_of(np.concatenate([used, packs]), np.concatenate([firsts[used], pool[places]]))
+def _looked_at(sizes: Int64, capacity: int) -> tuple[Layout, Int64]:
+    """The packs of a block; and of the pieces of each class the share that is left over, of _ONE."""
+    plain = best_fit_decreasing(sizes, capacity)
+    none = np.zeros(_CLASSES, np.int64)
+    if _most_alone(sizes, capacity) <= 0:
+        return plain, none
+    longest = np.maximum.reduceat(sizes[plain.order], plain.offsets[:-1])
+    alone = plain.order[np.repeat(2 * longest <= capacity, np.diff(plain.offsets))]
+    short = np.flatnonzero(2 * sizes <= capacity)
+    here = np.bincount(_class(sizes[short], capacity), minlength=_CLASSES)
+    left_over = np.bincount(_class(sizes[alone], capacity), minlength=_CLASSES) * _ONE // np.maximum(here, 1)
+    made = _threes_first(sizes, capacity, left_over)
+    return (made, left_over) if made.num_packs <= plain.num_packs else (plain, none)
+
+
+def _most_alone(sizes: Int64, capacity: int) -> int:
+    """Packs without a long piece that the tokens ask for; below 0 where the long ones are packs enough."""
+    return int(sizes.sum()) // capacity - int(np.count_nonzero(2 * sizes > capacity))
+
+
+def _class(sizes: Int64, capacity: int) -> Int64:
+    return sizes * (2 * _CLASSES) // (capacity + 1)
+
+
+def _threes_first(sizes: Int64, capacity: int, left_over: Int64) -> Layout:
+    """Full packs of three of the shares `left_over`, then the rest longest first."""
+    short = np.flatnonzero((2 * sizes <= capacity) & (sizes * _SHORTEST >= capacity))
+    most = _most_alone(sizes, capacity)
+    threes = Layout(short[:0], np.zeros(1, np.int64))
+    if most > 0 and left_over.any():
+        short = short[sorted_by(sizes[short], capacity.bit_length(), None)]
+        so_far = np.cumsum(left_over[_class(sizes[short], capacity)]) // _ONE
+        threes = _threes(short[np.diff(so_far, prepend=0) > 0], sizes, capacity, most)
+    others = np.ones(len(sizes), np.bool_)
+    others[threes.order] = False
+    rest = np.flatnonzero(others)
+    return joined([threes, best_fit_decreasing(sizes[rest], capacity).of(rest)])
+
+
+def _threes(picked: Int64, sizes: Int64, capacity: int, most: int) -> Layout:
+    """At most so many packs of three of the pieces `picked`, rising by size. Every third begins one."""
+    firsts, pool = picked[1::3][:most], np.delete(picked, np.s_[1::3])
+    pack, place = Closing(capacity - sizes[firsts], sizes[pool], EVEN).exact()
+    closed = np.unique(pack)
+    return layout_of(np.concatenate([closed, pack]), np.concatenate([firsts[closed], pool[place]]))
 
 
 def _without_bad(made: Layout, sizes: Int64, capacity: int, arrived: int) -> tuple[Layout, Int64]:

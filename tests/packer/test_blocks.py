@@ -46,31 +46,46 @@ def test_blocks_of_any_size_pack_each_piece_once(seed: int, capacity: int, block
     assert all(0 < sizes[pack].sum() <= capacity for pack in packs_of(layout))
 
 
-@pytest.mark.parametrize("seed", [101, 107])
-def test_packs_that_begin_with_what_was_left_save_some(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+@pytest.mark.parametrize("seed", [101, 107, 110])
+def test_full_packs_of_three_save_some(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     sizes = drawn_from(540, seed)
     num_packs = in_blocks(sizes, 4096, 4096).num_packs
-    monkeypatch.setattr(
-        blocks, "_begun_with_waiting", lambda sizes, *_: Layout(sizes[:0], np.zeros(1, np.int64))
-    )
+    none = np.zeros(blocks._CLASSES, np.int64)
+    monkeypatch.setattr(blocks, "_looked_at", lambda *block: (best_fit_decreasing(*block), none))
     assert num_packs < in_blocks(sizes, 4096, 4096).num_packs < plain(sizes, 4096)
 
 
-def test_where_they_would_cost_some_they_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(104)
-    sizes = rng.choice(rng.lognormal(np.log(2200), 0.5, 540).astype(np.int64), 24_000)
-    sizes = sizes[sizes < 4096]
-    always = blocks._in_blocks(sizes, 4096, 4096, begun=True).num_packs
-    assert in_blocks(sizes, 4096, 4096).num_packs < always - 20
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.2, 1.2), st.integers(2, 600))
+def test_a_block_has_no_more_packs_than_longest_first(seed: int, sigma: float, num_kinds: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.choice(np.clip(rng.lognormal(np.log(500), sigma, num_kinds), 1, 1000).astype(np.int64), 1000)
+    assert in_blocks(sizes, 1000, 1000).num_packs <= best_fit_decreasing(sizes, 1000).num_packs
 
 
 def test_no_more_packs_of_short_pieces_than_the_tokens_ask_for() -> None:
     # Each long piece is a pack, and the short ones fit beside them: none may begin a pack of their own.
     rng = np.random.default_rng(3)
-    sizes = np.where(rng.random(6000) < 0.6, rng.integers(600, 990, 6000), rng.integers(30, 200, 6000))
+    sizes = np.where(rng.random(6000) < 0.6, rng.integers(600, 630, 6000), rng.integers(300, 370, 6000))
     num_long = int(np.count_nonzero(2 * sizes > 1000))
-    for begun in (False, True):
-        assert blocks._in_blocks(sizes, 1000, 1024, begun=begun).num_packs <= num_long + 12
+    layout = blocks._threes_first(sizes, 1000, np.full(blocks._CLASSES, blocks._ONE))
+    assert num_long * 1000 > sizes.sum()
+    assert layout.num_packs == best_fit_decreasing(sizes, 1000).num_packs
+
+
+def test_the_share_that_is_left_over_is_picked_of_each_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = np.array([340] * 400 + [400] * 400 + [360] * 100 + [900] * 100)
+    share = np.zeros(blocks._CLASSES, np.int64)
+    share[blocks._class(np.array([340, 400]), 1024)] = blocks._ONE // 2, blocks._ONE // 4
+    picked: list[Int64] = []
+
+    def seen(chosen: Int64, sizes: Int64, *_: int) -> Layout:
+        picked.append(sizes[chosen])
+        return Layout(chosen[:0], np.zeros(1, np.int64))
+
+    monkeypatch.setattr(blocks, "_threes", seen)
+    blocks._threes_first(sizes, 1024, share)
+    assert np.bincount(picked[0])[[340, 360, 400]].tolist() == [200, 0, 100]
 
 
 def test_a_piece_waits_for_one_block_at_most() -> None:
