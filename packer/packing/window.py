@@ -6,10 +6,10 @@ to the last token wherever that can be had. A tenth of the window's tokens is le
 choice wide, and a pack that did not close well is taken apart again. What is left begins the packs of the
 next window, so none waits for ever: most of a pack keeps the order of the stream.
 
-When the stream is over, what waits is packed by the histogram engine, which leaves no poor packs at the end.
+When the stream is over, what waits is packed longest first, or all of the last window is, if that is better.
 
 Where many pieces are over half a pack and short ones are scarce, this would give the short ones away too
-early. There best-fit decreasing packs the stream in blocks.
+early. There best-fit decreasing packs the stream in blocks (see blocks).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from packer.packing.shuffle import in_stream_order, layout_of, sorted_by
 from packer.packing.values import Int64, Layout, joined
 
 WINDOW = 8192
-_LAST = 1024  # pieces that the histogram engine packs in the end
+_LAST = 1024  # pieces that need no window: of a short stream, or left over in the end
 _KEPT = 0.1  # of a window's tokens: for the next
 _CHOSEN_PIECES = 1.5  # of mean length: the room that is filled by choice
 _OPEN = 2048  # a pack is closed if at most one token in so many is missing
