@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from packer.shard.layout import ROW_INDEX, Pack, Packs, check, check_all, schema
+from packer.shard import messages
+from packer.shard.layout import ROW_INDEX, Pack, Packs, ShardError, check, check_all, padding_pack, schema
 from packer.shard.stamp import STAMP_KEY, Stamp, seal
 
 MAGIC_BYTES = 8  # "ARROW1" and two bytes of padding
 CONTINUATION = b"\xff\xff\xff\xff"
-_LONG_SEGMENT = 64  # tokens: from here on copying memory is faster than computing
 END_OF_STREAM = CONTINUATION + b"\0\0\0\0"
 
 
@@ -76,89 +77,55 @@ def encode_shard(packs: Iterable[Pack], dataset: str) -> tuple[memoryview, np.nd
 def encode_packs(packs: Packs, dataset: str) -> tuple[memoryview, np.ndarray]:
     """`encode_shard` of packs that lie in flat arrays. ShardError names the first that breaks a rule."""
     check_all(packs)
+    frame = _frame(dataset) if len(packs) else None
+    data, bounds = messages.write(packs, frame) if frame is not None else encode_by_arrow(packs, dataset)
+    index = _row_index(packs)
+    for row, (start, end) in enumerate(bounds):
+        header_bytes = 8 + int.from_bytes(data[start + 4 : start + 8], "little")
+        index[row]["offset"], index[row]["header_bytes"] = start, header_bytes
+        index[row]["body_bytes"] = end - start - header_bytes
+    return data, index
+
+
+def encode_by_arrow(packs: Packs, dataset: str) -> tuple[memoryview, messages.Bounds]:
+    """The bytes of a shard file as Arrow's own writer gives them, and where the messages lie."""
     of = schema(dataset)
     sink = pa.BufferOutputStream()
     blank = {STAMP_KEY: Stamp().encode()}
     first = MAGIC_BYTES + len(schema_message(dataset))  # the schema is written with the first batch
     bounds = []
     with pa.ipc.new_file(sink, of, options=_write_options()) as writer:
-        for batch in _batches(packs, of):
+        for pack in packs:
             start = sink.tell() or first
-            writer.write_batch(batch, custom_metadata=blank)
+            writer.write_batch(record_batch([pack], of), custom_metadata=blank)
             bounds.append((start, sink.tell()))
     data = memoryview(sink.getvalue()).cast("B")  # nobody else's: the stamps are written into it
-    index = _row_index(packs)
-    for row, (start, end) in enumerate(bounds):
-        message = data[start:end]
-        header_bytes = seal(message, Stamp())
-        index[row]["offset"], index[row]["header_bytes"] = start, header_bytes
-        index[row]["body_bytes"] = len(message) - header_bytes
-    return data, index
+    for start, end in bounds:
+        seal(data[start:end], Stamp())
+    return data, bounds
 
 
-def _batches(packs: Packs, of: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """A record batch of each pack, over slices of the flat arrays: no value is copied but the mask's bits."""
-    tokens, segments = packs.token_offsets, packs.pack_offsets
-    num_tokens, num_segments = np.diff(tokens), np.diff(segments)
-    positions = _positions(packs.lengths)
-    longest = _longest(packs).astype(np.int32)
-    numbers = np.arange(len(packs))
-    columns = [
-        _slices(of, "input_ids", packs.input_ids, tokens[:-1], num_tokens),
-        _slices(of, "position_ids", positions, tokens[:-1], num_tokens),
-        _masks(of, packs.loss_mask, tokens),
-        _slices(of, "cu_seqlens", packs.cu_seqlens, segments[:-1] + numbers, num_segments + 1),
-        (pa.Array.from_buffers(pa.int32(), 1, [None, buffer]) for buffer in _pieces(longest, numbers, 1)),
-        _slices(of, "example_ids", packs.example_ids, segments[:-1], num_segments),
-    ]
-    for arrays in zip(*columns, strict=True):
-        yield pa.RecordBatch.from_arrays(list(arrays), schema=of)
+@functools.lru_cache(maxsize=64)
+def _frame(dataset: str) -> messages.Frame | None:
+    """What is the same in all files of a dataset; None where this release of Arrow writes them otherwise than
+    is known here: then it writes them itself."""
+    data, [(start, stop)] = encode_by_arrow(Packs.of([padding_pack()]), dataset)
+    trial = Packs.of([_trial_pack(size) for size in (1, 9, 3000)])
+    try:
+        frame = messages.Frame.of(data, start, stop)
+        same = messages.write(trial, frame) == encode_by_arrow(trial, dataset)
+    except (ShardError, ValueError, IndexError, struct.error):
+        same = False
+    return frame if same else None
 
 
-def _positions(lengths: np.ndarray) -> NDArray[np.int32]:
-    """Positions that restart at 0 in every segment, (sum of lengths,) int32."""
-    if lengths.sum() >= _LONG_SEGMENT * len(lengths):
-        longest = np.arange(lengths.max(initial=0), dtype=np.int32)
-        return np.concatenate([longest[:0], *(longest[:length] for length in lengths.tolist())])
-    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
-    return np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(starts, lengths)
-
-
-def _slices(
-    of: pa.Schema, name: str, values: np.ndarray, starts: np.ndarray, sizes: np.ndarray
-) -> Iterator[pa.Array]:
-    """Each slice of `values` as a column of one list."""
-    column = of.field(name).type
-    values = np.ascontiguousarray(values)
-    for buffer, offsets, size in zip(
-        _pieces(values, starts, sizes), _list_offsets(sizes), sizes.tolist(), strict=True
-    ):
-        child = pa.Array.from_buffers(column.value_type, size, [None, buffer])
-        yield pa.Array.from_buffers(column, 1, [None, offsets], children=[child])
-
-
-def _masks(of: pa.Schema, mask: NDArray[np.bool_], tokens: np.ndarray) -> Iterator[pa.Array]:
-    column = of.field("loss_mask").type
-    places = tokens.tolist()
-    for start, end, offsets in zip(places, places[1:], _list_offsets(np.diff(tokens)), strict=False):
-        child = _bool_array(mask[start:end])
-        yield pa.Array.from_buffers(column, 1, [None, offsets], children=[child])
-
-
-def _list_offsets(sizes: np.ndarray) -> Iterator[pa.Buffer]:
-    """The offsets of a column of one list, for each size."""
-    pairs = np.zeros((len(sizes), 2), np.int32)
-    pairs[:, 1] = sizes
-    return _pieces(pairs, np.arange(len(sizes)), 1)
-
-
-def _pieces(values: np.ndarray, starts: np.ndarray, sizes: np.ndarray | int) -> Iterator[pa.Buffer]:
-    """Slices of an array's memory, along its first axis."""
-    width = values.strides[0]
-    whole = pa.py_buffer(values)
-    wide = np.broadcast_to(np.asarray(sizes) * width, np.shape(starts))
-    for start, size in zip((starts * width).tolist(), wide.tolist(), strict=True):
-        yield whole.slice(start, size)
+def _trial_pack(num_tokens: int) -> Pack:
+    """A pack of up to two segments, with all kinds of values."""
+    ids = np.arange(num_tokens, dtype=np.int32) ** 2 % 1009
+    cu = np.array([0, num_tokens // 3, num_tokens] if num_tokens > 2 else [0, num_tokens], np.int32)
+    mask = ids % 3 > 0
+    mask[cu[:-1]] = False
+    return Pack(input_ids=ids, loss_mask=mask, cu_seqlens=cu, example_ids=np.arange(len(cu) - 1) + num_tokens)
 
 
 def _longest(packs: Packs) -> np.ndarray:

@@ -20,10 +20,11 @@ _int32: _Unpack = struct.Struct("<i").unpack_from
 _int64: _Unpack = struct.Struct("<q").unpack_from
 
 _PREFIX_BYTES = 8  # continuation mark and length
-_HEADER_TYPE, _HEADER = 1, 2  # fields of Message
+_HEADER_TYPE, _HEADER, _BODY_LENGTH = 1, 2, 3  # fields of Message
 _RECORD_BATCH = 3  # value of header_type
 _LENGTH, _NODES, _BUFFERS, _COMPRESSION = range(4)  # fields of RecordBatch
 _CODEC = 0  # field of BodyCompression
+_SCHEMA, _DICTIONARIES, _RECORD_BATCHES = 1, 2, 3  # fields of Footer
 
 # Of the schema's columns in depth-first order: a list has a node of its own and its values one, a column of
 # numbers one. Each node has a buffer of validity and one of offsets or values.
@@ -92,19 +93,35 @@ def read_places(header: memoryview) -> Places:
         raise ShardError(f"the header of a record batch is not of this format: {error}") from error
 
 
+def places_to_fill(header: memoryview) -> tuple[int, int, int]:
+    """Where a header says how long the body is, and where its nodes and its buffers begin."""
+    look = _Look(header)
+    form = look.form()
+    return look.message[_BODY_LENGTH], form.nodes_at, form.buffers_at
+
+
+def footer_places(footer: memoryview) -> tuple[tuple[int, int], int]:
+    """Of the footer of a file: where it says how far it is from there to what lies behind its list of record
+    batches, and where that list is (their number, then a block of 24 bytes each)."""
+    look = _Look(footer)
+    fields = look.fields(look.follow(0))
+    return (fields[_SCHEMA], fields[_DICTIONARIES]), look.follow(fields[_RECORD_BATCHES])
+
+
 class _Look:
     """Finds its way through a header, and keeps account of what it looked at."""
 
     def __init__(self, header: memoryview) -> None:
         self._header = header
         self._seen: list[tuple[int, int]] = []  # start, stop of bytes
+        self.message: list[int] = []  # where the fields of Message lie, once `form` was called
 
     def form(self) -> _Form:
-        message = self._fields(self._follow(_PREFIX_BYTES))
+        message = self.message = self.fields(self.follow(_PREFIX_BYTES))
         if self._byte(message[_HEADER_TYPE]) != _RECORD_BATCH:
             raise ShardError("not a record batch message")
-        table = self._follow(message[_HEADER])
-        batch = self._fields(table)
+        table = self.follow(message[_HEADER])
+        batch = self.fields(table)
         is_compressed = _is_there(table, batch, _COMPRESSION)
         if is_compressed:
             self._require_lz4(batch[_COMPRESSION])
@@ -139,10 +156,10 @@ class _Look:
         found: int = read(self._header, at)[0]
         return found
 
-    def _follow(self, at: int) -> int:
+    def follow(self, at: int) -> int:
         return at + self._number(at)
 
-    def _fields(self, table: int) -> list[int]:
+    def fields(self, table: int) -> list[int]:
         """Where the first four fields of a table lie; at the table itself where one is left out."""
         vtable = table - self._number(table)
         count = min(self._number(vtable, _uint16, 2) // 2 - 2, 4)
@@ -150,7 +167,7 @@ class _Look:
 
     def _vector(self, at: int, length: int) -> int:
         """Where the items of a vector lie."""
-        vector = self._follow(at)
+        vector = self.follow(at)
         found = self._number(vector)
         if found != length:
             raise ShardError(f"a list of {length} is required in the header of a record batch, found {found}")
@@ -158,8 +175,8 @@ class _Look:
 
     def _require_lz4(self, at: int) -> None:
         """Raise unless a table BodyCompression says so; we write nothing else."""
-        table = self._follow(at)
-        fields = self._fields(table)
+        table = self.follow(at)
+        fields = self.fields(table)
         codec = self._byte(fields[_CODEC]) if _is_there(table, fields, _CODEC) else 0
         if codec != 0:
             raise ShardError(f"compression with LZ4 (0) is required, found codec {codec}")

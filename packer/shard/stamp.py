@@ -213,3 +213,8 @@ def seal(message: memoryview, stamp_of: Stamp) -> int:
     message[at : at + _STAMP_LENGTH] = stamp.encode()
     message[at : at + _STAMP_LENGTH] = stamp._replace(crc32=_checksum(message, at)).encode()
     return header_bytes
+
+
+def seal_at(message: memoryview, at: int) -> None:
+    """As `seal`, of a message whose stamp lies at `at` and holds its length already, and zeros else."""
+    message[at + _CRC_AT : at + _CRC_AT + _CRC_LENGTH] = b"%08x" % crc32(message)

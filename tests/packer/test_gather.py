@@ -16,7 +16,6 @@ from packer import shard
 from packer.gather import gather
 from packer.packing import PackPlan, plan
 from packer.shard import PADDING_ID, Pack, Packs, ShardError
-from packer.shard import encode as encoding
 
 
 def one_by_one(
@@ -102,15 +101,13 @@ def test_equal_to_one_pack_after_another(
 # ------------------------------------------------------------------ flat packs
 
 
-@given(st.integers(0, 12), st.integers(0, 99), st.sampled_from([0, 1000]))
-def test_flat_packs_are_the_packs(num_packs: int, seed: int, long_segment: int) -> None:
+@given(st.integers(0, 12), st.integers(0, 99))
+def test_flat_packs_are_the_packs(num_packs: int, seed: int) -> None:
     packs = random_packs(num_packs, seed=seed)
     flat = Packs.of(packs)
     assert len(flat) == num_packs
     assert list(flat) == packs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "_LONG_SEGMENT", long_segment)
-        data, index = shard.encode_packs(flat, "d" * 32)
+    data, index = shard.encode_packs(flat, "d" * 32)
     assert list(shard.read_packs(data)) == packs
     assert shard.validate(data) == num_packs
     assert index["num_trained"].tolist() == [pack.num_trained for pack in packs]
