@@ -22,8 +22,18 @@ from packer.sources.parse import roots
 from packer.sources.remote import is_remote
 from packer.sources.saved import INDEX_VERSION, load_index, save_index
 from packer.sources.segments import index_packed
-from packer.sources.streams import Spool, Stream, blocks, changed, open_input, open_stream, spool, spool_key
-from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, FileIndex, RecordFile, Unit
+from packer.sources.streams import (
+    BLOCK_BYTES,
+    Spool,
+    Stream,
+    blocks,
+    changed,
+    open_input,
+    open_stream,
+    spool,
+    spool_key,
+)
+from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, MIB, FileIndex, RecordFile, Unit
 from packer.spec import InputFile
 from packer.store import Store
 
@@ -132,7 +142,7 @@ def _index_lines(task: _Task) -> FileIndex:
         task.spool(unpacked_key) as unpacked,
     ):
         indexer = LineIndexer(offsets)
-        for block in blocks(stream):
+        for block in blocks(stream, MIB if task.in_place else BLOCK_BYTES):
             indexer.feed(block)
             if unpacked is not None:
                 unpacked.write(block)
