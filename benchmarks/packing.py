@@ -4,7 +4,7 @@
     python benchmarks/packing.py --peer-python PEERS/bin/python   and the peers installed there
     python benchmarks/packing.py --data FOLDER                    and lengths of the JSON Lines files in it
     python benchmarks/packing.py --largest 1e8                    scale further than 10 million examples
-    python benchmarks/packing.py --only scale                     one part: examples, million, scale, order
+    python benchmarks/packing.py --only scale                     one part: examples, files, million, scale, order
 
 Peers are looked for in the interpreter of --peer-python (else in this one); what is not installed there is
 left out, and the output says so. An environment for them, apart from padfree's own:
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 
 PEERS = ("trl_1000", "trl_one", "axolotl", "ffd", "first_fit")
 CAPACITIES = (2048, 4096, 8192, 16384, 32768)
-PARTS = ("examples", "million", "scale", "order")
+PARTS = ("examples", "files", "million", "scale", "order")
 OURS = ("window", "global")
 TITLES = {
     "window": "padfree window",
@@ -343,7 +343,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.peer_python, folder)
         if "examples" in parts:
-            examples_tables(bench, int(arguments.examples), arguments.data)
+            examples_table(bench, int(arguments.examples))
+        if "files" in parts and arguments.data:
+            files_table(bench, int(arguments.examples), arguments.data)
         if "million" in parts and arguments.million:
             n = int(arguments.million)
             print(f"{n:,} examples\n")
@@ -358,18 +360,21 @@ def main() -> None:
             print(f"left out: {TITLES[name]} ({reason})")
 
 
-def examples_tables(bench: Bench, n: int, data: Path | None) -> None:
-    """Synthetic lengths, then those of files. TRL in one batch takes minutes on files of long rows: its packs
-    are those of first-fit decreasing, which stands beside it in the first table."""
+def examples_table(bench: Bench, n: int) -> None:
+    """Synthetic lengths."""
     print(f"{n:,} examples: packs over the lower bound · CPU time an example\n")
     cases = [(s, split(synthetic(s, n), c), c) for s in SYNTHETIC for c in (2048, 8192, 32768)]
     bench.compare(cases, OURS + PEERS)
+
+
+def files_table(bench: Bench, n: int, data: Path) -> None:
+    """Lengths of files. TRL in one batch takes minutes on files of long rows: its packs are those of
+    first-fit decreasing, which stands beside it in the first table."""
     cases = []
-    for path in sorted(data.glob("*.jsonl*")) if data else []:
+    for path in sorted(data.glob("*.jsonl*")):
         lengths = from_file(path, n)
         cases += [(path.name.split(".")[0], split(lengths, c), c) for c in CAPACITIES]
-    if cases:
-        bench.compare(cases, (*OURS, "trl_1000", "axolotl", "ffd", "first_fit"))
+    bench.compare(cases, (*OURS, "trl_1000", "axolotl", "ffd", "first_fit"))
 
 
 if __name__ == "__main__":
