@@ -4,7 +4,7 @@
     python benchmarks/packing.py --peer-python PEERS/bin/python   and the peers installed there
     python benchmarks/packing.py --data FOLDER                    and lengths of the JSON Lines files in it
     python benchmarks/packing.py --largest 1e8                    scale further than 10 million examples
-    python benchmarks/packing.py --only scale                     one part: examples, files, million, scale, order
+    python benchmarks/packing.py --only scale                     one part: examples, files, million …
 
 Peers are looked for in the interpreter of --peer-python (else in this one); what is not installed there is
 left out, and the output says so. An environment for them, apart from padfree's own:
