@@ -187,6 +187,42 @@ def test_f15_a_changed_template_gives_another_dataset(tmp_path: Path) -> None:
     assert second.job.dataset != first.job.dataset == again.job.dataset
 
 
+def test_f18_a_clash_of_types_matters_only_in_a_field_that_is_used(tmp_path: Path) -> None:
+    write_rows(tmp_path / "in" / "f1.jsonl", [{"text": "a", "r": {"b": 23}}])
+    write_rows(tmp_path / "in" / "f2.jsonl", [{"text": "b", "r": {"b": "c"}}])
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+
+    def run(**source: Any) -> Packed:
+        more = {"source": source, "packing": {"max_tokens": 8}}
+        return pack_document(tmp_path / "store", spec_of(tmp_path / "in", tokenizer, **more))
+
+    assert run().report["rows_packed"] == 2
+    packed = run(fields={"text": "r.b"}, on_bad_row="skip")
+    assert (packed.report["rows_packed"], packed.report["rows_rejected"]) == (1, 1)
+    assert [ids[0] for ((ids, _),) in packed.segments.values()] == [12]  # c
+    (rejected,) = packed.report["rejected"]
+    assert (Path(rejected["file"]).name, rejected["line"]) == ("f1.jsonl", 1)
+    assert rejected["reason"] == "field r.b: a text is required, found a number"
+
+
+def test_f22_a_line_of_20_mib_is_a_row_that_is_truncated(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "a " * 10_485_760}, {"text": "b"}]
+    packed = pack_rows(tmp_path, rows, packing={"max_tokens": 1024})
+    assert packed.report["rows_truncated"] == 1
+    assert [len(packed.segments[row][0][0]) for row in range(3)] == [2, 1024, 2]
+    assert packed.segments[2][0][0] == [11, 2]
+
+
+def test_f24_what_lies_in_a_folder_and_is_ignored_is_in_the_report(tmp_path: Path) -> None:
+    write_rows(tmp_path / "in" / "a.jsonl", [{"text": "a"}])
+    write_rows(tmp_path / "in" / ".hidden.jsonl", [{"text": "h"}])
+    (tmp_path / "in" / "d.txt.bak").write_text("d")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    packed = pack_document(tmp_path / "store", spec_of(tmp_path / "in", tokenizer, packing={"max_tokens": 8}))
+    assert packed.report["rows_in"] == 1
+    assert [Path(name).name for name in packed.report["ignored"]] == [".hidden.jsonl", "d.txt.bak"]
+
+
 @pytest.mark.parametrize("policy", ["fail", "skip"])
 def test_f19_a_bad_line_is_reported_with_file_and_line(tmp_path: Path, policy: str) -> None:
     source = tmp_path / "rows.jsonl"
