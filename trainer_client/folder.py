@@ -208,7 +208,7 @@ class FolderTransport:
         message = self._map(shard)[offset : offset + size]
         try:
             # Decompressed out of the map: a batch that is kept never keeps a map and its file open.
-            _, pack = decode(message, header_bytes)
+            pack = decode(message, header_bytes)
         except Lost as error:
             if self._drop_copy(shard):
                 return self._read(number, stamp, shard, offset, header_bytes, body_bytes)

@@ -17,8 +17,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
-_HURRY_S = 0.0001  # a loop that comes back sooner does next to nothing with a batch
-_REST_S = 0.0005
+_HURRY_S = 0.0002  # a loop that comes back sooner does next to nothing with a batch
+_REST_S = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,6 @@ class _Buffer(Generic[T]):
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
         self._max_items, self._max_bytes = max_items, max_bytes
-        self._enough = max_items - max(1, max_items // 2)  # half of the room is free: worth waking for
         self._meter = meter
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # the loop waits for an item
@@ -168,7 +167,7 @@ class _Buffer(Generic[T]):
             item, num_bytes = self._items.popleft()
             self._bytes -= num_bytes
             self._measure(start, occupancy)
-            if not is_hurried or (self._is_parked and len(self._items) <= self._enough):
+            if self._is_parked or not is_hurried:
                 self._is_parked = False
                 self._freed.notify()
         return item
@@ -218,6 +217,8 @@ class _Buffer(Generic[T]):
     def _give_turn(self) -> None:
         self._is_being_read = False
         self._arrived.notify()
+        if self._ended:
+            self._freed.notify()
 
     def _close_source(self) -> None:
         """Let the source let go of what it holds, unless it is being read: who reads it comes here then."""

@@ -218,7 +218,8 @@ class Reader:
                 count = 0
                 with contextlib.closing(self._steps(request, course)) as steps:
                     for batches in steps:
-                        retry.progress()
+                        if retry.since is not None:
+                            retry.progress()
                         yield from batches
                         number, count = number + self.lane.count, count + 1
                 if max_steps is None or count < max_steps:

@@ -283,14 +283,14 @@ class HttpTransport:
         header_bytes = _header_size(prefix)
         header = self._ahead(body, header_bytes, "a pack's header")
         try:
-            located = locate_stamp(header, hint=self._hint)
+            stamp, self._hint = locate_stamp(header, hint=self._hint)
         except ShardError as error:
             raise Lost(str(error), damaged=True) from error
-        body_bytes, self._hint = located[0].body_bytes, located[1]
+        body_bytes = stamp.body_bytes
         if body_bytes > _MAX_BODY_BYTES:
             raise Lost(f"a pack of {body_bytes} bytes was announced", damaged=True)
         size = header_bytes + body_bytes
-        stamp, pack = decode(self._ahead(body, size, "a pack"), header_bytes, located=located)
+        pack = decode(self._ahead(body, size, "a pack"), header_bytes)
         body.take(size)
         return Received(pack=pack, stamp=stamp, num_bytes=size)
 

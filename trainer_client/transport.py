@@ -116,14 +116,12 @@ def capacities_of(spec: Any) -> tuple[int, ...] | None:
         return None
 
 
-def decode(
-    message: memoryview, header_bytes: int, *, located: tuple[Stamp, int] | None = None
-) -> tuple[Stamp, Pack]:
-    """A whole message, checked, as its stamp and pack; no array is a view of it. Raises Lost for bytes that
-    are not as written. located: as of `shard.verify_message`."""
+def decode(message: memoryview, header_bytes: int) -> Pack:
+    """The pack of a whole message, checked; no array is a view of it. Raises Lost for bytes that are not as
+    written."""
     try:
-        stamp = shard.verify_message(message, header_bytes, located=located)
-        return stamp, shard.decode_pack(message, header_bytes)
+        shard.check_message(message, header_bytes)
+        return shard.decode_pack(message, header_bytes)
     except ShardError as error:
         raise Lost(str(error), damaged=True) from error
 

@@ -1,5 +1,8 @@
 """Other loaders on the same packed rows: each writes them in its own format, then reads them from local
-files, one pack a step, as numpy or torch arrays. None of these crosses a network here."""
+files, one pack a step, as numpy or torch arrays. None of these crosses a network here.
+
+Those that have a format of their own store the arrays that a trainer takes, finished: labels too.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,22 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+from loaders.taking import ARRAYS, Taker
 
-from packer.shard import open_shard, read_packs
-
-COLUMNS = ("input_ids", "position_ids", "loss_mask", "cu_seqlens")
+from packer.shard import labels, read_packs
 
 
 def _row(pack: Any) -> dict[str, np.ndarray]:
-    return {name: np.ascontiguousarray(getattr(pack, name)) for name in COLUMNS}
+    return {name: np.ascontiguousarray(getattr(pack, name)) for name in ARRAYS}
 
 
 def _counted(rows: Iterable[Any], since: float, cpu: float) -> dict[str, Any]:
-    tokens, first = 0, 0.0
+    first, taker = 0.0, Taker()
     for row in rows:
+        taker.take(row["input_ids"], row["labels"], row["position_ids"], row["cu_seqlens"])
         first = first or time.perf_counter() - since
-        ids = row["input_ids"]
-        tokens += int(np.prod(ids.shape)) if hasattr(ids, "shape") else len(ids)
     return {
-        "tokens": tokens,
+        "tokens": taker.num_tokens,
         "seconds": time.perf_counter() - since,
         "first_batch_s": first,
         "cpu_s": _cpu_s() - cpu,
@@ -52,12 +53,16 @@ def _cpu_s() -> float:
 
 
 def datasets(shards: list[str], work: str) -> dict[str, Any]:
-    """Hugging Face datasets, streaming the shard files themselves."""
+    """Hugging Face datasets, streaming the shard files themselves; labels are made here, as padfree's are."""
     from datasets import load_dataset
 
+    names = ["input_ids", "position_ids", "loss_mask", "cu_seqlens"]
+
     since, cpu = time.perf_counter(), _cpu_s()
-    rows = load_dataset("arrow", data_files=shards, split="train", streaming=True).with_format("numpy")
-    return _counted(rows, since, cpu)
+    stream = load_dataset("arrow", data_files=shards, split="train", streaming=True)
+    rows = stream.select_columns(names).with_format("numpy")
+    whole = ({**row, "labels": labels(row["input_ids"], row["loss_mask"])} for row in rows)
+    return _counted(whole, since, cpu)
 
 
 def ray_data(shards: list[str], work: str) -> dict[str, Any]:
@@ -65,7 +70,8 @@ def ray_data(shards: list[str], work: str) -> dict[str, Any]:
     folder = Path(work) / "parquet"
     folder.mkdir(exist_ok=True)
     for shard in shards:
-        table = open_shard(pa.memory_map(shard).read_buffer()).read_all()
+        rows = [_row(pack) for pack in read_packs(Path(shard).read_bytes())]
+        table = pa.table({name: [row[name] for row in rows] for name in ARRAYS})
         pa.parquet.write_table(table, folder / (Path(shard).stem + ".parquet"), compression="lz4")
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     import ray
@@ -74,7 +80,7 @@ def ray_data(shards: list[str], work: str) -> dict[str, Any]:
     since, cpu = time.perf_counter(), _cpu_s()
     (only,) = ray.data.read_parquet(str(folder)).streaming_split(1)
     batches = only.iter_batches(batch_size=1, batch_format="numpy")
-    found = _counted(({"input_ids": batch["input_ids"][0]} for batch in batches), since, cpu)
+    found = _counted(({name: batch[name][0] for name in ARRAYS} for batch in batches), since, cpu)
     ray.shutdown()
     return found
 
@@ -84,11 +90,10 @@ def mosaicml(shards: list[str], work: str) -> dict[str, Any]:
     from streaming import MDSWriter, StreamingDataset
 
     folder = Path(work) / "mds"
-    types = {"input_ids": "ndarray:int32", "position_ids": "ndarray:int32", "cu_seqlens": "ndarray:int32"}
-    with MDSWriter(out=str(folder), columns={**types, "loss_mask": "ndarray:uint8"}) as out:
+    with MDSWriter(out=str(folder), columns=dict.fromkeys(ARRAYS, "ndarray:int32")) as out:
         for shard in shards:
             for pack in read_packs(Path(shard).read_bytes()):
-                out.write({**_row(pack), "loss_mask": pack.loss_mask.view(np.uint8)})
+                out.write(_row(pack))
     since, cpu = time.perf_counter(), _cpu_s()
     return _counted(StreamingDataset(local=str(folder), shuffle=False, batch_size=1), since, cpu)
 

@@ -28,17 +28,19 @@ def _since(start: tuple[float, float]) -> dict[str, Any]:
 
 
 def padfree(source: str, dataset: str, epochs: int, first_epoch: int = 0, **options: Any) -> dict[str, Any]:
-    """A PackedStream at its defaults; every batch is taken and let go."""
+    """A PackedStream at its defaults; of every batch a trainer's arrays are taken."""
+    from loaders.taking import Taker
+
     from trainer_client import PackedStream
 
     with PackedStream(source, dataset=dataset, epochs=first_epoch + epochs, **options) as stream:
         if first_epoch:
             stream.load_state_dict({**stream.state_dict(), "epoch": first_epoch})
-        since, first, tokens = _now(), 0.0, 0
+        since, first, taker = _now(), 0.0, Taker()
         for batch in stream:
+            taker.take(batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens)
             first = first or time.perf_counter() - since[0]
-            tokens += batch.num_tokens
-        return {"tokens": tokens, "first_batch_s": first, **_since(since)}
+        return {"tokens": taker.num_tokens, "first_batch_s": first, **_since(since)}
 
 
 def first_batch(source: str, dataset: str, epoch: int) -> dict[str, Any]:

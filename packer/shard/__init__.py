@@ -39,6 +39,7 @@ from packer.shard.layout import (
 )
 from packer.shard.stamp import (
     Stamp,
+    check_message,
     locate_stamp,
     read_stamp,
     stamp_all,
@@ -59,6 +60,7 @@ __all__ = [
     "ShardError",
     "Stamp",
     "check",
+    "check_message",
     "decode_batch",
     "decode_message",
     "decode_pack",

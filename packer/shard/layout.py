@@ -52,8 +52,8 @@ def schema(dataset: str) -> pa.Schema:
 
 def position_ids(cu_seqlens: NDArray[np.int32]) -> NDArray[np.int32]:
     """Positions that restart at 0 in every segment, (num_tokens,) int32."""
-    starts, ends = cu_seqlens[:-1], cu_seqlens[1:]
-    out = np.repeat(starts, ends - starts)
+    starts = cu_seqlens[:-1]
+    out = starts.repeat(cu_seqlens[1:] - starts)
     return np.subtract(_ramp(len(out)), out, out=out)
 
 
@@ -70,7 +70,8 @@ def _ramp(length: int) -> NDArray[np.int32]:
 
 def labels(input_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> NDArray[np.int32]:
     """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
-    out = np.full(len(input_ids), IGNORE_INDEX, np.int32)
+    out = np.empty(len(input_ids), np.int32)
+    out.fill(IGNORE_INDEX)
     np.copyto(out, input_ids, where=loss_mask)
     return out
 

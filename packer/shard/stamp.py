@@ -35,6 +35,8 @@ _THREE_DIGITS = np.frombuffer(b"".join(b"%03d" % number for number in range(1000
 _READ = struct.Struct(f"{_CRC_AT}s {_CRC_LENGTH}s {_ROOM_AT - _CRC_AT - _CRC_LENGTH}s {_ROOM_LENGTH}s")
 _WRITE = struct.Struct(_READ.format.partition(" ")[2])  # the same without the mark
 _NO_CRC = b"0" * _CRC_LENGTH
+_SEAL = struct.Struct(f"{_CRC_AT}x {_CRC_LENGTH}s 6x 12s").unpack_from  # checksum and length
+_last_at = 0  # where the stamp lay in the last header that was checked: headers look alike
 _PATTERN = re.compile(
     rb"padfree1 crc32=([0-9a-f]{8}) body=(\d{12}) "
     rb"epoch=(\d{8}) step=(\d{12}) items=(\d{12}) done=([01]) pad=([01])"
@@ -203,6 +205,18 @@ def verify_message(
     if found != stamp.crc32:
         raise ShardError(f"checksum of a record batch is {found:08x}, its stamp says {stamp.crc32:08x}")
     return stamp
+
+
+def check_message(message: memoryview, header_bytes: int) -> None:
+    """`verify_message` for who needs no numbers of the stamp, in a fifth of the time."""
+    global _last_at
+    at = _last_at
+    if message[at : at + _CRC_AT] != _STAMP_MARK:
+        at = _last_at = locate_stamp(message[:header_bytes])[1]
+    crc, num_bytes = _SEAL(message, at)
+    if num_bytes != b"%012d" % (len(message) - header_bytes) or crc != b"%08x" % _checksum(message, at):
+        verify_message(message, header_bytes)  # says what is wrong
+        raise ShardError(f"the stamp of a record batch is damaged: {crc!r}, {num_bytes!r}")
 
 
 def seal(message: memoryview, stamp_of: Stamp) -> int:

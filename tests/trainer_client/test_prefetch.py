@@ -115,7 +115,8 @@ def test_a_loop_in_a_hurry_reads_itself_and_any_other_is_read_for() -> None:
 def test_the_reader_goes_on_once_a_hurry_is_over() -> None:
     source = Counting()
     items, taken = prefetcher(source, max_items=3), 0
-    for count in (1_000, 1, 2, 5_000):
+    settled(source)
+    for count in (1_000, 1, 2, 5_000, 2, 3, 4, 1, 2):
         assert [next(items) for _ in range(count)] == list(range(taken, taken + count))
         taken += count
         assert settled(source) == taken + 3
