@@ -245,7 +245,7 @@ def test_f32_what_was_fetched_but_not_taken_is_not_lost(source: str, tmp_path: P
     iterator = iter(stream)
     assert [next(iterator).example_ids[0] for _ in range(2)] == [0, 1]
     buffer = stream._prefetcher()._buffer
-    while len(buffer._items) <= buffer._enough:  # until what is ahead is not worth waking the reader for
+    while len(buffer._items) < 4:  # until the buffer is full
         threading.Event().wait(0.01)
     state = stream.state_dict()
     assert state["packs"] == 2
