@@ -324,7 +324,7 @@ def main() -> None:
     )
     parser.add_argument("--packs", type=int, default=8192, help="full packs of 8,192 tokens")
     parser.add_argument("--many-packs", type=int, default=1_000_000, help="small packs, for the first batch")
-    parser.add_argument("--times", type=int, default=16, help="how often many ranks read these packs")
+    parser.add_argument("--times", type=int, default=32, help="how often many ranks read these packs")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--nginx", default=shutil.which("nginx"))
     parser.add_argument("--peer-python", default=sys.executable)
@@ -355,7 +355,7 @@ def main() -> None:
         print(f"{num_bytes / bench.num_tokens:.2f} bytes a token; load {os.getloadavg()[0]:.1f}\n")
         found = take_turns({**runs_over_network(bench, servers), **others}, args.repeat)
         report(found, base="nginx" if "nginx" in found else "socket")
-        # Long enough that the requests at its start, some milliseconds each, are not what is measured.
+        # Long enough that the requests at its start, a millisecond each, are not what is measured.
         dataset, num_bytes, num_tokens = data.build(store, args.packs, times=args.times)
         long = Bench(args, work, store, dataset, num_bytes, num_tokens, [])
         ranks: dict[int, list[Result]] = {1: [], 8: [], 64: []}
