@@ -75,7 +75,8 @@ class Service:
     def chunk_bytes(self) -> int:
         """How much of a stream to hold at once. Slow readers hold two chunks each."""
         share = self.settings.max_buffer_bytes // (2 * max(1, self.num_streams))
-        return max(64 << 10, min(self.settings.max_chunk_bytes, share))
+        most = max(64 << 10, min(self.settings.max_chunk_bytes, share))
+        return 1 << (most.bit_length() - 1)  # a size that `buffers` has: it lends no more than is asked for
 
     async def start(self) -> None:
         """Begin to work, in the event loop that will handle the requests."""

@@ -3,6 +3,8 @@
 import numpy as np
 
 from service.buffers import Buffers
+from service.settings import Settings
+from service.state import Service
 
 
 def address(data):
@@ -48,3 +50,14 @@ def test_small_and_very_large_pieces_are_not_kept():
         assert len(buffers.take(size)) == size
     assert buffers.num_kept_bytes == 0
     assert len(Buffers(4096).take(70_000)) == 70_000
+
+
+def test_chunks_of_all_streams_keep_to_their_memory(tmp_path):
+    service = Service(Settings.from_environment({}, store=tmp_path, max_chunk_bytes=1_000_000))
+    for num_streams in (1, 100, 300, 1000, 2000):
+        service.num_streams = num_streams
+        size = service.chunk_bytes()
+        block = service.buffers.take(size).obj.base
+        lent = size if block is None else len(block)
+        assert lent == size <= 1_000_000
+        assert 2 * num_streams * lent <= service.settings.max_buffer_bytes
