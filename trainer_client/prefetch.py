@@ -26,8 +26,9 @@ class StreamStats:
     """What reading ahead has done since the stream was made.
 
     get_wait_s: the training loop waited for data, or made a batch itself (the first batch of each iteration
-    is told apart, in first_batch_s). put_wait_s: the reader waited for room, which is good. mean_occupancy: batches that
-    lay ready when the loop asked. elapsed_s: from each iteration's first batch to its latest.
+    is told apart, in first_batch_s). put_wait_s: the reader waited for room, which is good.
+    mean_occupancy: batches that lay ready when the loop asked. elapsed_s: from each iteration's first batch
+    to its latest.
     idle_share_before, idle_share_after: with balance="attention", the share of all ranks' time that goes by
     waiting for a step's slowest, by what packs cost, without and with it (of the first thousand steps).
     """
