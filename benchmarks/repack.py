@@ -11,12 +11,8 @@ seconds are of that process, without imports and without loading the tokenizer. 
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import children  # noqa: E402
 
 WAYS = {
     "fast": ("from files, `fast`", 0),
@@ -76,35 +74,21 @@ def run_child(options: dict[str, Any]) -> dict[str, Any]:
 
 def measured(store: str, spec: dict[str, Any], core: int, *, fast: bool = True) -> dict[str, Any]:
     """One packing in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", json.dumps({"store": store, "spec": spec})],
-        env={**os.environ, "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PADFREE_FAST": str(int(fast))},
-        stdout=subprocess.PIPE,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    environ = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PADFREE_FAST": str(int(fast))}
+    return children.measured(__file__, {"store": store, "spec": spec}, core=core, **environ)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = children.parser_of(__doc__)
     shared = ROOT.parent / "shared" / "data" / "flan_like.jsonl.gz"
     example = ROOT / "examples" / "data" / "gsm8k_1000.jsonl"
     parser.add_argument("--source", type=Path, default=shared if shared.is_file() else example)
-    parser.add_argument("--tokenizer", type=Path, default=ROOT / "examples" / "tokenizer")
     parser.add_argument("--megabytes", type=float, default=50)
     parser.add_argument("--first", type=int, default=8192, help="max_tokens of the dataset that is repacked")
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=tuple(WAYS))
     parser.add_argument("--core", type=int, default=0)
-    parser.add_argument("--work", help="a folder for inputs and stores (default: the system's)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(run_child(json.loads(options.child))))
-        return
+    options = children.parsed(parser, run_child)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         rows = Path(folder) / "rows.jsonl"
         write_source(options.source, int(options.megabytes * 1e6), rows)

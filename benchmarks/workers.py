@@ -12,12 +12,10 @@ that coordinates, which no number of workers makes less. Prints Markdown.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import children  # noqa: E402
 
 MAX_TOKENS = 8192
 
@@ -130,34 +130,20 @@ def run_child(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def measured(options: dict[str, Any], fast: bool) -> dict[str, Any]:
-    environment = {**os.environ, "PADFREE_FAST": str(int(fast)), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-    environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", json.dumps(options)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])  # of Ray's workers too
+    environ = {"PADFREE_FAST": str(int(fast)), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "PYTHONPATH": path}
+    return children.measured(__file__, options, **environ)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = children.parser_of(__doc__)
     cores = len(os.sched_getaffinity(0))
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= cores]
-    parser.add_argument("--tokenizer", type=Path, default=ROOT / "examples" / "tokenizer")
     parser.add_argument("--files", type=int, default=40)
     parser.add_argument("--rows", type=int, default=40_000)
     parser.add_argument("--workers", type=int, nargs="+", default=counts)
     parser.add_argument("--plain", action="store_true", help="without the `fast` extra")
-    parser.add_argument("--work", help="a folder for inputs and stores (default: the system's)")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(run_child(json.loads(options.child))))
-        return
+    options = children.parsed(parser, run_child)
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         files = Path(folder) / "files"
         write_files(files, options.files, options.rows)
