@@ -5,24 +5,37 @@ from __future__ import annotations
 from trainer_client.portion import Portion
 
 
-def test_answers_that_come_at_once_double() -> None:
+def test_answers_that_come_at_once_grow_to_any_epoch_within_few() -> None:
     portion = Portion()
-    first = portion.num_steps
-    for _ in range(3):
+    assert portion.num_steps < 100
+    for _ in range(4):
         portion.came(0.01)
-    assert portion.num_steps == 8 * first
+    assert portion.num_steps > 1_000_000
     for _ in range(100):
         portion.came(0.01)
     assert portion.num_steps <= 1 << 30  # the service takes no number without end
 
 
-def test_answers_that_come_late_stay_as_they_are() -> None:
+def test_answers_double_once_something_went_wrong() -> None:
+    portion = Portion()
+    portion.brought_nothing()
+    portion.came(0.01)
+    portion.came(0.01)
+    assert portion.num_steps == 4
+
+
+def test_answers_that_come_late_shrink_to_what_comes_soon() -> None:
     portion = Portion(silence_s=60)
     first = portion.num_steps
     portion.came(1.5)
     assert portion.num_steps == first
+    portion.came(4)
+    assert portion.num_steps == first // 4
+    portion.came(50)
+    portion.came(50)
+    assert portion.num_steps == 1
     short = Portion(silence_s=0.8)
-    short.came(0.2)
+    short.came(0.15)
     assert short.num_steps == first
 
 
