@@ -171,9 +171,8 @@ def not_written(error: OSError, path: Path, store: Path | None = None) -> StoreE
 
 
 def not_read(error: OSError, path: Path, store: Path) -> OSError:
-    """The error of the operating system at reading `path`, as the store's; one of what is not there stays."""
-    if isinstance(error, FileNotFoundError):
-        return error
+    """The error of the operating system at reading `path`, as the store's. One of what is not there is to be
+    left as it is."""
     return StoreError(error.errno, f"cannot read {path}: {error.strerror}{_advice(store, 'read')}")
 
 

@@ -57,6 +57,8 @@ class LocalStore:
         path = self.path(key)
         try:
             return path.read_bytes()
+        except FileNotFoundError:
+            raise  # as it is: one that is its own cause would keep all that called
         except OSError as error:
             raise not_read(error, path, self.root) from error
 
@@ -64,6 +66,8 @@ class LocalStore:
         path = self.path(key)
         try:
             return open(path, "rb", buffering=0)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise not_read(error, path, self.root) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from packs import build_dataset, numbered_packs
 
 import trainer_client.adapters  # noqa: F401  # torch is imported before calls are counted
 from packer.shard import Pack
-from trainer_client import PackedStream
+from trainer_client import PackedBatch, PackedStream
 
 
 def long_packs(num_packs: int, length: int) -> list[Pack]:
@@ -98,3 +99,25 @@ def test_f50_the_next_epoch_lies_ready_before_the_present_one_is_over(source: st
         assert ready == [(epoch, 18), (epoch, 19), (epoch + 1, 0), (epoch + 1, 1)]
         next(batches), next(batches)
     assert len(list(batches)) == 20
+
+
+def test_batches_that_were_let_go_are_gone(source: str, tmp_path: Path) -> None:
+    """At once, without the garbage collector: a cycle would keep arrays of many batches until it runs."""
+    dataset = build_dataset(tmp_path, numbered_packs(40), packs_per_shard=6)
+
+    def num_alive() -> int:
+        return sum(type(one) is PackedBatch for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before, most = num_alive(), 0
+        with PackedStream(source, dataset=dataset, epochs=2, prefetch_steps=4) as stream:
+            for batch in stream:
+                batch.for_transformers()
+                most = max(most, num_alive() - before)
+        del batch
+        assert num_alive() == before
+    finally:
+        gc.enable()
+    assert most <= 4 + 2  # ready, the loop's, and the one that is being made
