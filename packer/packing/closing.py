@@ -25,7 +25,7 @@ EVEN, UNEVEN = 4, 5
 class Closing:
     """Packs that still have room, rising by room, and the pieces that are left for them, rising by size."""
 
-    def __init__(self, rooms: Int64, pool: Int64, eighths: int = UNEVEN) -> None:
+    def __init__(self, rooms: Int64, pool: Int64, eighths: int) -> None:
         """rooms: (num_packs,) int64. pool: (num_pieces,) int64, sizes that never fall.
 
         eighths: of a room that the longer of a pair takes at least, where it can be had. EVEN keeps the

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from packer.packing.blocks import in_blocks
-from packer.packing.closing import Closing
+from packer.packing.closing import EVEN, UNEVEN, Closing
 from packer.packing.decreasing import best_fit_decreasing
 from packer.packing.histogram import histogram_best_fit, lower_bound_of
 from packer.packing.in_order import next_fit
@@ -31,6 +31,7 @@ _LAST = 1024  # pieces that need no window: of a short stream, or left over in t
 _KEPT = 0.1  # of a window's tokens: for the next
 _CHOSEN_PIECES = 1.5  # of mean length: the room that is filled by choice
 _OPEN = 2048  # a pack is closed if at most one token in so many is missing
+_WIDE = 2  # times as long as the tenth shortest is the tenth longest, of ten
 _PATIENCE = 2  # windows that a piece waits for a pack that closes well
 _MOSTLY_LARGE = 0.8  # of packs have a piece over half a pack: short ones are scarce
 _MOSTLY_CLOSED = 0.75  # of the packs of windows: else they are not good enough
@@ -104,8 +105,10 @@ def _rest(waiting: Int64, sizes: Int64, capacity: int) -> list[Layout]:
     """Packs of what is left of all windows."""
     if not len(waiting):
         return []
-    packed = best_fit_decreasing(sizes[waiting], capacity)
-    if packed.num_packs == _bound(sizes[waiting], capacity) + 1:  # by more: it takes long and finds no fewer
+    packed, bound = best_fit_decreasing(sizes[waiting], capacity), _bound(sizes[waiting], capacity)
+    # Where long pieces make the packs, a search that has to save several takes long and finds nothing.
+    long = int(np.count_nonzero(2 * sizes[waiting] > capacity))
+    if packed.num_packs == bound + 1 or (packed.num_packs > bound and 2 * long < bound):
         searched = histogram_best_fit(sizes[waiting], capacity)
         packed = searched if searched.num_packs < packed.num_packs else packed
     return [packed.of(waiting)]
@@ -121,6 +124,12 @@ def _ended(ended: Layout, last: Int64, sizes: Int64, capacity: int) -> Layout:
         return ended
     other = best_fit_decreasing(sizes[last], capacity).of(last)
     return other if other.num_packs < ended.num_packs - 1 else ended
+
+
+def _part(pool: Int64) -> int:
+    """What the longer of a pair is to take of its room; `pool` rises. Alike ones make few uneven pairs."""
+    tenth = len(pool) // 10
+    return UNEVEN if len(pool) and pool[-1 - tenth] > _WIDE * pool[tenth] else EVEN
 
 
 class _Made(NamedTuple):
@@ -146,7 +155,7 @@ def _one_window(sizes: Int64, capacity: int, num_old: int) -> _Made:
     by_size = streamed + sorted_by(sizes[streamed:], capacity.bit_length(), None)
     ends = np.concatenate([[0], np.cumsum(sizes[:streamed])])
     rooms = capacity - np.diff(ends[begins])
-    packs, chosen = Closing(rooms, sizes[by_size]).run()
+    packs, chosen = Closing(rooms, sizes[by_size], _part(sizes[by_size])).run()
     pack = np.concatenate([np.repeat(np.arange(num_packs), np.diff(begins)), packs])
     piece = np.concatenate([np.arange(streamed), by_size[chosen]])
     missing = capacity - np.bincount(pack, weights=sizes[piece], minlength=num_packs)

@@ -14,9 +14,9 @@ from packer.packing.values import Int64
 from packer.packing.window import window_best_fit
 
 
-def rooms_after(rooms: list[int], pool: list[int]) -> tuple[list[int], list[int]]:
+def rooms_after(rooms: list[int], pool: list[int], part: int = UNEVEN) -> tuple[list[int], list[int]]:
     """What is left of each room, and of the pool; checks that no piece is in two packs."""
-    packs, places = Closing(np.array(rooms, np.int64), np.array(pool, np.int64)).run()
+    packs, places = Closing(np.array(rooms, np.int64), np.array(pool, np.int64), part).run()
     assert len(np.unique(places)) == len(places)
     left = np.array(rooms, np.int64)
     np.subtract.at(left, packs, np.array(pool, np.int64)[places])
