@@ -70,6 +70,8 @@ def stream_rows(input: InputFile, names: frozenset[str] | None) -> Iterator[tabu
     name, number, num_shards = _parse(input)
     try:
         dataset = _open(name, True)[1].with_format("arrow").shard(num_shards, number)
+        # Of a whole Parquet file Arrow's scanner reads ahead until it holds 1 GiB; of a row group no more.
+        dataset = dataset.reshard() if hasattr(dataset, "reshard") else dataset
         for table in dataset.iter(batch_size=_BATCH_ROWS):
             columns = table.column_names if names is None else tabular.columns_in_use(table.schema, names)
             for batch in table.select(columns).to_batches():

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -36,15 +38,21 @@ for url, seed, roots in json.loads(calls):
 
 def read(tmp_path: Path, *calls: tuple[str, int | None, str]) -> list[dict[str, Any]]:
     """Read each (url, seed, root) in one process."""
+    out = run(tmp_path, SCRIPT, str(tmp_path / "store"), json.dumps(calls))
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def run(tmp_path: Path, script: str, *arguments: str) -> str:
+    """What a script prints that is run offline in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "store"), json.dumps(calls)],
+        [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
         env={"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return done.stdout
 
 
 @pytest.fixture
@@ -153,3 +161,66 @@ def test_a_cached_dataset_streams_offline_and_a_service_keeps_to_its_folders(
     )
     assert cached.get("rows") == ROWS, cached
     assert "local path" in around["refused"]
+
+
+def test_row_groups_stream_in_order(tmp_path: Path) -> None:
+    """They are asked for one by one, of each file."""
+    folder = tmp_path / "groups"
+    folder.mkdir()
+    for k in range(2):
+        texts = [f"{k} {i}" for i in range(95)]
+        pq.write_table(pa.table({"text": texts}), folder / f"train-{k}.parquet", row_group_size=10)
+    (out,) = read(tmp_path, (f"hf://{folder}?streaming=true", None, ""))
+    assert out["rows"] == [{"text": f"{k} {i}"} for k in range(2) for i in range(95)]
+    assert len(out["digests"]) == 2
+
+
+_PEAK = """
+import sys
+from packer.sources import cut, detect_format, index_input, read_partition, resolve_inputs
+from packer.spec import SourceSpec
+from packer.store import LocalStore
+
+def stream(url, store):
+    inputs, _ = resolve_inputs([url], roots=None)
+    _, fields = detect_format(inputs, SourceSpec(paths=(url,)))
+    options = {"store": store, "work_key": "work", "random_access": False, "fields": fields}
+    rows = 0
+    for partition in cut([index_input(one, **options) for one in inputs], shuffle_seed=None):
+        rows += sum(len(records.rows) for records in read_partition(partition, store=store, fields=fields))
+    return rows
+
+def peak_kib():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+
+store, small, large = sys.argv[1:]
+stream(small, LocalStore(store + "-1"))  # the libraries, and what they keep
+before = peak_kib()
+rows = stream(large, LocalStore(store + "-2"))
+print(rows, peak_kib() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_memory_of_a_stream_does_not_grow_with_its_rows(tmp_path: Path, form: str) -> None:
+    """Four times as many rows, 240 MB more of text: at most 40 MiB more of memory.
+
+    Both are larger than what is held of any: a block to be digested, a batch of the library.
+    """
+    grown = []
+    for num_rows in (200, 4_000, 16_000):
+        folder = tmp_path / str(num_rows)
+        folder.mkdir()
+        rows = [{"text": f"{i:08x} " * 2200} for i in range(num_rows)]
+        if form == "jsonl":
+            (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=50)
+        if num_rows > 200:
+            urls = [f"hf://{tmp_path / name}?streaming=true" for name in ("200", str(num_rows))]
+            out = run(tmp_path, _PEAK, str(tmp_path / f"store-{num_rows}"), *urls)
+            found, peak_kib = map(int, out.split()[-2:])
+            assert found == num_rows
+            grown.append(peak_kib)
+    assert grown[1] < grown[0] + (40 << 10), grown
