@@ -163,7 +163,7 @@ def test_where_short_pieces_are_scarce_blocks_take_over() -> None:
 
 @pytest.mark.parametrize(("low", "high", "capacity"), [(188, 226, 1024), (400, 900, 4096)])
 def test_lengths_that_are_alike_are_packed_as_well(low: int, high: int, capacity: int) -> None:
-    # Longest first is far off (1,042 packs of the first, which have the tokens of 951), also for what is left.
+    # Longest first is far off (1,042 packs of the first, which have the tokens of 951), for what is left too.
     sizes = np.random.default_rng(3).integers(low, high, 4719)
     searched = check(histogram_best_fit(sizes, capacity), sizes, capacity)
     assert check(window_best_fit(sizes, capacity), sizes, capacity) <= 1.005 * searched
