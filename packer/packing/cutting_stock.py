@@ -31,6 +31,7 @@ Column = tuple[tuple[int, float], ...]  # (row, how many more places of its leng
 
 _PRICE = 1 << 24  # of a pack, in the knapsack's integers
 _WORK = 4 * 10**8  # numbers of the basis inverse that steps may write
+_STEPS = 10  # a length: four or five are enough
 _LOOKED_AT = 8  # columns that a step chooses from
 _GAIN = 1e-6  # packs: a column that is worth less is left out
 _PIVOT = 1e-6  # smaller numbers say nothing of which column leaves
@@ -66,7 +67,7 @@ class _Programme:
         self.prices = np.zeros(len(sizes))
         self.inverse = np.zeros((len(sizes), len(sizes)))
         self.buffers = np.empty((2, *self.inverse.shape))
-        self.steps_left = _WORK // len(sizes) ** 2
+        self.steps_left = min(_STEPS * len(sizes), _WORK // len(sizes) ** 2)
         self._begin(start)
 
     def _begin(self, start: list[Pattern]) -> None:
@@ -120,10 +121,11 @@ class _Programme:
                     break
             else:
                 return
+            before = self.steps_left
             while self.steps_left and self._step(pool):
                 self.steps_left -= 1
             total = math.fsum((self.packs * np.array(self.costs)).tolist())
-            if not self.steps_left or total <= best * _NEAR:
+            if self.steps_left in (0, before) or total <= best * _NEAR:
                 return
 
     def _priced(self, prices: Float64) -> tuple[float, list[Column]]:

@@ -68,6 +68,15 @@ def test_it_is_taken_only_where_it_gains(case: tuple[Int64, int]) -> None:
     assert found <= packs_of(slack_patterns(counts, capacity))
 
 
+def test_a_plan_of_more_packs_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = scarce()
+    alone = [Pattern(int(counts[length]), ((length, 1),)) for length in np.flatnonzero(counts).tolist()]
+    asked = []
+    monkeypatch.setattr(histogram, "cutting_stock", lambda *case: asked.append(case) or alone)
+    assert packs_of(patterns(counts, 4096)) == packs_of(slack_patterns(counts, 4096))
+    assert len(asked) == 1
+
+
 def solve(counts: Int64, capacity: int) -> module._Programme:
     sizes = np.flatnonzero(counts)
     made = module._Programme(sizes, counts[sizes], capacity, slack_patterns(counts, capacity))
