@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from packer.runners import InlineRunner, Runner
 from packer.store import StoreError, is_url, open_store
 from service import logs
-from service.app import create_app
+from service.app import create_app, warm_up
 from service.settings import Settings, SettingsError
 from service.state import Service
 from service.wire import with_wires
@@ -56,6 +56,7 @@ def serve(settings: Settings) -> int:
     check_store(settings)
     listener = bind(settings)
     app = create_app(settings, runner_for(settings))
+    warm_up(app)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log.info("serving %s at http://%s:%d", settings.store, shown, port)

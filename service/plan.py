@@ -150,7 +150,9 @@ def _plan(request: StreamRequest, epoch: EpochOrder, dealt_by: order.Deal, sent:
     num_items = np.repeat(epoch.num_trained(dealt.begin, dealt.stop), size)
     step_done = np.repeat(dealt.done, size) & is_last
     rows = epoch.snapshot.rows[pack]  # a filler's is anyone's
-    sizes = np.where(is_real, rows["header_bytes"].astype(np.int64) + rows["body_bytes"], len(_filler()))
+    sizes = np.where(
+        is_real, rows["header_bytes"].astype(np.int64) + rows["body_bytes"], len(filler_message())
+    )
     shards = epoch.snapshot.shards
     return _Window(
         step=step,
@@ -175,7 +177,7 @@ def _joined(rows: np.ndarray, sizes: NDArray[np.int64], is_real: NDArray[np.bool
 
 
 @functools.cache
-def _filler() -> bytes:
+def filler_message() -> bytes:
     """The message of a pack that only fills up a step, at rest."""
     return shard.encode_message([shard.padding_pack()], stamp=Stamp(padding=True))
 
@@ -273,7 +275,7 @@ class ChunkReader:
             end = min(window.joined[at], stop)
             place = data[starts[at - first] : window.bounds[end] - before]
             if window.is_filler[at]:
-                place[:] = _filler()
+                place[:] = filler_message()
             else:
                 one = window.shard[at]
                 pieces.append((one.key, one.sha256, window.offset[at], place))
