@@ -11,10 +11,12 @@ mini-batches and steps hold the same examples; one with several (it was split) h
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,7 @@ from packer.store import Store, StoreError, not_written
 _TOKEN_BYTES = 4  # what a token counts as where partitions are measured by text
 _POOL_TOKENS = 1 << 22  # of packs that are decoded at once
 _SCAN_SEGMENTS = 1 << 20
+T = TypeVar("T")
 
 # Where a segment lies: its shard (partition and number of the source), the message of its pack (bytes in the
 # shard) and its tokens there. length 0: the example has no segment.
@@ -174,7 +177,7 @@ def _segments(input: InputFile, store: Store, num_commits: int, num_examples: in
         for shard in commit.shards:
             rows = commit.rows[commit.rows["shard"] == shard.index]
             with reading(input, shard.key):
-                boundaries = list(iter_boundaries(store.map(shard.key, sha256=shard.sha256)))
+                _, boundaries = _read_well(store, shard.key, _boundaries, sha256=shard.sha256)
             if len(boundaries) != len(rows):
                 raise damaged(input, shard.key, f"{len(boundaries)} packs, its index lists {len(rows)}")
             found = _of_shard(rows, boundaries)
@@ -266,8 +269,8 @@ def first_segments(input: InputFile, *, store: Store, at_least: int) -> Segments
     for row in manifest.rows[:at_least]:
         key = manifest.shards[int(row["shard"])].key
         with reading(input, key):
-            data = store.map(key)[int(row["offset"]) :]
-            pack = _decoded(data[: int(row["header_bytes"]) + int(row["body_bytes"])])
+            begin, size = int(row["offset"]), int(row["header_bytes"]) + int(row["body_bytes"])
+            _, pack = _read_well(store, key, functools.partial(_decoded, begin=begin, size=size))
         packs.append(pack)
         real = pack.example_ids != PADDING_ID
         mine = np.zeros(int(real.sum()), SEGMENT)
@@ -332,11 +335,12 @@ def _pools(
         row = segments[first]
         key = shard_key(input.digest, int(row["partition"]), int(row["number"]))
         with reading(input, key):
-            if opened != key:
-                data, opened = store.map(key), key
-            pack = _decoded(data[int(row["offset"]) : int(row["offset"]) + int(row["num_bytes"])])
-        if segments["start"][stop - 1] + segments["length"][stop - 1] > pack.num_tokens:
-            raise damaged(input, key, "a pack is shorter than its index says")
+            begin, size = int(row["offset"]), int(row["num_bytes"])
+            read = functools.partial(_decoded, begin=begin, size=size)
+            data, pack = _read_well(store, key, read, data=data if opened == key else None)
+            opened = key
+        if not _holds(pack, segments[first:stop]):
+            raise damaged(input, key, f"the pack at byte {begin} has other segments than its boundaries said")
         packs.append(pack)
         begins.append(held)
         counts.append(stop - first)
@@ -346,7 +350,45 @@ def _pools(
             packs, begins, counts, held, low = [], [], [], 0, stop
 
 
-def _decoded(message: memoryview) -> Pack:
+def _read_well(
+    store: Store,
+    key: str,
+    read: Callable[[memoryview], T],
+    *,
+    data: memoryview | None = None,
+    sha256: str | None = None,
+) -> tuple[memoryview, T]:
+    """(a shard's bytes, what `read` makes of them); where they are a damaged copy, of another copy.
+
+    data: the bytes, where they are open already. Raises as `read` does.
+    """
+    try:
+        found = store.map(key, sha256=sha256) if data is None else data
+        return found, read(found)
+    except ValueError:  # ShardError is one; so is that an empty file cannot be mapped
+        if not store.drop_copy(key, sha256=sha256):
+            raise
+    found = store.map(key, sha256=sha256)
+    return found, read(found)
+
+
+def _boundaries(data: memoryview) -> list[tuple[np.ndarray, np.ndarray]]:
+    return list(iter_boundaries(data))
+
+
+def _holds(pack: Pack, segments: np.ndarray) -> bool:
+    """Whether segments of SEGMENT are the pack's, which was checked; boundaries were read without that."""
+    places = np.minimum(np.searchsorted(pack.cu_seqlens, segments["start"]), pack.num_segments - 1)
+    starts, ends = pack.cu_seqlens[places], pack.cu_seqlens[places + 1]
+    return bool(
+        np.array_equal(starts, segments["start"])
+        and np.array_equal(ends - starts, segments["length"])
+        and np.array_equal(pack.example_ids[places], segments["example"])
+    )
+
+
+def _decoded(data: memoryview, *, begin: int, size: int) -> Pack:
+    message = data[begin : begin + size]
     header_bytes = 8 + int.from_bytes(message[4:8], "little")
     verify_message(message, header_bytes)
     (pack,) = decode_message(message)

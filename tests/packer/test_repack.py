@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import toy
 from packing_job import Packed, pack_document, spec_of, write_rows, write_tokenizer
+from packs import random_packs
 from s3 import s3_server, use
 
 from packer import pipeline, resolve, sources
@@ -20,7 +22,7 @@ from packer.manifest import Manifest, dataset_key
 from packer.measure import token_lengths
 from packer.preview import preview
 from packer.runners import InlineRunner
-from packer.sources import SourceError, partitions
+from packer.sources import SourceError, partitions, segments
 from packer.spec import SpecError, parse_spec
 from packer.store import LocalStore, open_store
 
@@ -357,3 +359,46 @@ def test_in_an_object_store_it_is_the_same(tmp_path: Path, monkeypatch: pytest.M
     assert there.report == here.report
     assert len(lengths) == first.report["rows_packed"]
     assert len(shown.examples) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: bytes(len(data)),
+        lambda data: data[:2000] + bytes([data[2000] ^ 64]) + data[2001:],
+        lambda data: data[:4000],
+        lambda data: b"",
+    ],
+    ids=["zeroed", "flipped", "cut", "emptied"],
+)
+def test_a_damaged_copy_of_a_shard_is_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "cache"))
+    first, document = source_of(tmp_path, rows(120), packing={"max_tokens": 64}, shuffle_seed=1)
+    source = [f"dataset://{first.job.dataset}"]
+    wanted = repacked(tmp_path, first.job.dataset, packing={"max_tokens": 48}, shuffle_seed=1)
+    with s3_server({"bucket/": b""}) as url, use(url, monkeypatch):
+        pack_document("s3://bucket/store", document)
+        pack_document("s3://bucket/store", spec_of(source, None, packing={"max_tokens": 40}))
+        copies = [copy for copy in (tmp_path / "cache").iterdir() if copy.read_bytes()[:6] == b"ARROW1"]
+        assert len(copies) >= 2  # by digest, and by what the store tells
+        for copy in copies:
+            copy.write_bytes(damage(copy.read_bytes()))
+        spec = spec_of(source, None, packing={"max_tokens": 48}, shuffle_seed=1)
+        assert pack_document("s3://bucket/store", spec).digests == wanted.digests
+
+
+def test_boundaries_that_are_not_the_packs_are_damage() -> None:
+    """They are read without the pack's checksum, and held against the pack once that is read."""
+    pack = random_packs(1, max_tokens=64)[0]
+    found = np.zeros(pack.num_segments, segments.SEGMENT)
+    found["example"], found["start"] = pack.example_ids, pack.cu_seqlens[:-1]
+    found["length"] = np.diff(pack.cu_seqlens)
+    assert segments._holds(pack, found)
+    assert segments._holds(pack, found[1:])
+    for name in ("example", "start", "length"):
+        for change in (1, 1000):
+            wrong = found.copy()
+            wrong[name][-1] += change
+            assert not segments._holds(pack, wrong)
