@@ -306,7 +306,7 @@ def main() -> None:
         if "tokens" in kind:
             rows = tokenized(rows, options.tokenizer)
         with tempfile.TemporaryDirectory(dir=options.work) as folder:
-            suffix = "parquet" if kind == "tokens_parquet" else "jsonl"
+            suffix = "parquet" if kind.endswith("_parquet") else "jsonl"
             sources = {size: Path(folder) / f"{size}.{suffix}" for size in ("whole", "peer")}
             write_source(kind, rows, int(options.megabytes * 1e6), sources["whole"])
             write_source(kind, rows, int(options.peer_megabytes * 1e6), sources["peer"])
