@@ -163,8 +163,7 @@ class _Buffer(Generic[T]):
         with self._lock:
             self._meter.waiting_since = None
             if not self._items:
-                error, self._error = self._error, None
-                raise error or StopIteration
+                raise self._end()
             item, num_bytes = self._items.popleft()
             self._bytes -= num_bytes
             self._measure(start, occupancy)
@@ -172,6 +171,11 @@ class _Buffer(Generic[T]):
                 self._is_parked = False
                 self._freed.notify()
         return item
+
+    def _end(self) -> BaseException:
+        """What is raised, once. No variable may hold it there: it would keep the frames of who called."""
+        error, self._error = self._error, None
+        return error or StopIteration()
 
     def _wants_turn(self, start: float, is_hurried: bool) -> bool:
         """Take the turn where nothing is ready and the reader is not at it; else wait for what it reads."""
