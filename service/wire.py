@@ -15,6 +15,8 @@ except ImportError:  # no httptools: ASGI does
     RequestResponseCycle = None  # type: ignore[assignment,misc]
 
 _KEY = "padfree.wire"
+# Of uvicorn's own, not promised to stay: a release without one of them is served by ASGI.
+_USED = ("flow", "transport", "disconnected", "chunked_encoding", "expected_content_length")
 
 
 class Wire:
@@ -68,7 +70,7 @@ def with_wires(app: ASGIApp) -> ASGIApp:
 
     async def wired(scope: Scope, receive: Receive, send: Send) -> None:
         cycle = getattr(send, "__self__", None)
-        if isinstance(cycle, RequestResponseCycle):
+        if isinstance(cycle, RequestResponseCycle) and all(hasattr(cycle, name) for name in _USED):
             scope[_KEY] = Wire(cycle)
         await app(scope, receive, send)
 
