@@ -37,6 +37,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from loaders import data  # noqa: E402
 
+from packer.shard.checksum import crc32  # noqa: E402
+
 PEERS = {"datasets": "datasets", "ray_data": "ray", "mosaicml": "streaming", "litdata": "litdata"}
 SLOW = ("datasets", "ray_data")
 TITLES = {
@@ -354,7 +356,8 @@ def main() -> None:
             f"{args.packs:,} packs of {data.MAX_TOKENS:,} tokens, {num_bytes / 1e6:,.0f} MB of shards, ",
             end="",
         )
-        print(f"{num_bytes / bench.num_tokens:.2f} bytes a token; load {os.getloadavg()[0]:.1f}\n")
+        print(f"{num_bytes / bench.num_tokens:.2f} bytes a token; load {os.getloadavg()[0]:.1f}; ", end="")
+        print(f"padfree's checksums by {crc32.__module__}\n")
         found = take_turns({**runs_over_network(bench, servers), **others}, args.repeat)
         report(found, base="nginx" if "nginx" in found else "socket")
         # Long enough that the requests at its start, a millisecond each, are not what is measured.
