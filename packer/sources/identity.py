@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from packer.sources.remote import is_remote, remote_identity
 from packer.sources.streams import changed, open_input, size_of
+from packer.sources.tabular import check_examples
 from packer.sources.values import MIB, SourceError
 from packer.spec import InputFile
 
@@ -137,6 +138,8 @@ def check_magic(path: str, reader: str, compression: str | None) -> None:
         if end >= 4:
             file.seek(end - 4)
             tail = file.read(4)
+        if (reader, compression) == ("arrow", None):
+            check_examples(path, file)
     is_really = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
     wanted = _WANTED.get(compression or reader)
     if wanted == "zstd" and head[1:4] == b"\x2a\x4d\x18" and head[0] & 0xF0 == 0x50:

@@ -29,6 +29,8 @@ _NUMBERS_BATCH_ROWS = 1 << 13  # of which it is known: 4 or 8 bytes a number
 _MAX_GROUP_BYTES = 1 << 30
 _MAX_ROW_GROUPS = 1 << 12
 _MAPPED_BYTES = 64 * MIB
+_DATASET_KEY = b"padfree.dataset"  # of a shard's schema (packer.shard.layout)
+_SCHEMA_BYTES = 4096  # that of a shard takes under half of it
 
 
 @contextlib.contextmanager
@@ -38,9 +40,12 @@ def open_table(path: str, file: Any, reader: str) -> Iterator[Any]:
         if reader == "parquet":
             # Pages are streamed: with pre_buffer a whole row group would be held.
             with pq.ParquetFile(file, pre_buffer=False, buffer_size=MIB) as parquet:
+                _refuse_packs(path, parquet.schema_arrow)
                 yield parquet
         else:
-            yield _open_arrow(file)
+            table = _open_arrow(file)
+            _refuse_packs(path, table.schema)
+            yield table
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # of the disk, not of the file's content
@@ -54,6 +59,29 @@ def _open_arrow(file: Any) -> Any:
     magic = file.read(6)
     file.seek(0)
     return pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)
+
+
+def check_examples(path: str, file: Any) -> None:
+    """Raise SourceError where an open Arrow file is a shard. Of others the beginning is read, no more."""
+    file.seek(0)
+    head = file.read(_SCHEMA_BYTES)
+    file.seek(0)
+    if _DATASET_KEY in head:
+        with open_table(path, file, "arrow"):
+            pass
+
+
+def _refuse_packs(path: str, schema: pa.Schema) -> None:
+    """Raise SourceError where the rows of a table are packs: each would be taken for one example."""
+    dataset = (schema.metadata or {}).get(_DATASET_KEY)
+    if dataset is not None and {"input_ids", "cu_seqlens"} <= set(schema.names):
+        name = dataset.decode("utf-8", "replace")
+        raise SourceError(
+            f"{path}: a file of examples is required, found a shard of the packed dataset {name}: its rows "
+            "are packs, whose masks and boundaries would be lost; to pack its segments anew give "
+            f"dataset://{name} alone as the source, with the store (or service) that holds this dataset; or "
+            "give the files that it was packed from"
+        )
 
 
 def columns_in_use(schema: pa.Schema, names: frozenset[str]) -> list[str]:
