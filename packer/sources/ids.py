@@ -141,20 +141,26 @@ def _add_bodies(raws: Sequence[bytes], start: int, frame: Frame, bodies: list[by
 
 
 def _lists_of(frame: Frame, taken: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The names of an object's lists, in order; None where the object is not as it should be."""
+    """The names of an object's lists, in order; None where the object is not as it should be.
+
+    Each list gets its number to hold: a key that comes twice keeps its first place among the others but its
+    last value, so that places say nothing. Where a list is lost so, there are too few.
+    """
+    *opened, rest = frame
+    numbered = b"".join(b"%b%d" % (piece, number) for number, piece in enumerate(opened)) + rest
     try:
-        found = orjson.loads(b"".join(frame))
+        found = orjson.loads(numbered)
     except orjson.JSONDecodeError:
         return None
     if not isinstance(found, dict):
         return None
-    lists = tuple(name for name, value in found.items() if value == [])
-    if len(lists) != len(frame) - 1 or taken["input_ids"] not in lists:
+    lists = [name for name, value in found.items() if isinstance(value, list)]
+    if len(lists) != len(opened) or taken["input_ids"] not in lists:
         return None
     labels = taken.get("labels")
     if labels is not None and labels not in lists and found.get(labels) is not None:
         return None
-    return lists
+    return tuple(sorted(lists, key=found.__getitem__))
 
 
 # ------------------------------------------------------------------ tables

@@ -92,6 +92,41 @@ def test_whatever_a_line_holds_what_is_read_is_what_it_says(
         assert plain(found) == plain([orjson.loads(line) for line in given_lines])
 
 
+NAMES = ["input_ids", "labels", "attention_mask", "input\\u005fids", "l\\u0061bels", "a[0]", "\\u005b"]
+inner = st.one_of(
+    st.sampled_from(["null", "[]", "1", '"[1]"', '"]"', '"["', '{"input_ids": [1]}', '{"labels": null}']),
+    st.lists(st.integers(-100, 151_000), max_size=4).map(json.dumps),
+    st.lists(st.integers(0, 9), max_size=3).map(json.dumps).map(lambda ids: f'{{"input_ids": {ids}}}'),
+)
+members = st.lists(st.tuples(st.sampled_from(NAMES), inner), min_size=1, max_size=6)
+
+
+def written(pairs: list[tuple[str, str]]) -> bytes:
+    return ("{" + ", ".join(f'"{name}": {value}' for name, value in pairs) + "}").encode()
+
+
+@given(st.lists(members, min_size=1, max_size=3), st.integers(1, 3))
+@example([[("attention_mask", "null"), ("input_ids", "[5, 6, 7]"), ("attention_mask", "[1, 1, 1]")]], 1)
+@example([[("labels", "null"), ("input_ids", "[5, 6, 7]"), ("labels", "[-100, 6, 7]")]], 2)
+@example([[("input_ids", "[1]"), ("labels", "[1]"), ("input_ids", "null")]], 1)
+@example([[("labels", "[1]"), ("input_ids", "[1]"), ("l\\u0061bels", "null")]], 1)
+def test_of_a_key_that_comes_twice_the_last_value_counts(
+    given_lines: list[list[tuple[str, str]]], repeats: int
+) -> None:
+    raws = [written(pairs) for pairs in given_lines] * repeats
+    found = IdLines(FIELDS).parse(raws)
+    if found is not None:
+        assert plain(found) == plain([orjson.loads(raw) for raw in raws])
+
+
+def test_keys_that_come_twice_are_read_at_once() -> None:
+    """The usual way: so the test before looks at something."""
+    raws = [b'{"labels": null, "input_ids": [5, 6], "labels": [-100, 6]}'] * 3
+    found = IdLines(FIELDS).parse(raws)
+    assert found is not None
+    assert plain(found) == [{"input_ids": [5, 6], "labels": [-100, 6]}] * 3
+
+
 @pytest.mark.parametrize(
     "second", [b'{"input_ids": [1], "labels": [1]}', b'{"text": "a"}', b"{", b'{"labels": [1]}', b"\xff"]
 )
