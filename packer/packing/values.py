@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,18 +107,18 @@ def capacities_of(
 ) -> tuple[Capacity, ...]:
     """The capacities that packs may have, rising, each once; one number is one of them.
 
-    Raises PackingError where there is none, or where one of them holds nothing.
+    Raises PackingError where there is none, one is no whole number, or one of them holds nothing.
     """
-    if isinstance(max_tokens, Sequence):
-        for each in max_tokens:
-            require_count("max_tokens", each)
-        if not max_tokens:
-            raise PackingError("max_tokens must be a number or a list of them, found an empty list; set one")
-    numbers = sorted(set(max_tokens)) if isinstance(max_tokens, Sequence) else [max_tokens]
-    return tuple(
-        Capacity(max_tokens=number, segment_multiple=segment_multiple, pack_multiple=pack_multiple)
-        for number in numbers
-    )
+    several = isinstance(max_tokens, Sequence) and not isinstance(max_tokens, str | bytes)
+    given: list[Any] = [*max_tokens] if isinstance(max_tokens, Sequence) and several else [max_tokens]
+    if not given:
+        raise PackingError("max_tokens must be a number or a list of them, found an empty list; set one")
+    options = {"segment_multiple": segment_multiple, "pack_multiple": pack_multiple}
+    for name, value in [*(("max_tokens", each) for each in given), *options.items()]:
+        require_count(name, value)
+    # numpy's numbers too, which lack what Python's have and overflow.
+    multiples = {name: int(value) for name, value in options.items()}
+    return tuple(Capacity(max_tokens=number, **multiples) for number in sorted({int(each) for each in given}))
 
 
 def smallest_that_holds(lengths: Int64, capacities: tuple[Capacity, ...]) -> Int64:

@@ -291,3 +291,19 @@ def test_a_spec_is_refused_where_its_plan_would_be(packing: dict[str, Any], fiel
     with pytest.raises(SpecError) as caught:
         parse_spec({"source": {"paths": ["a"]}, "tokenizer": {"path": "t"}, "packing": packing})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("scope", ["window", "global"])
+@pytest.mark.parametrize("of", [np.int64, np.uint16])
+def test_capacities_may_be_numbers_of_numpy(scope: str, of: type[Any]) -> None:
+    lengths = np.arange(1, 9)
+    found = plan(lengths, of(8), scope=scope, segment_multiple=of(2), pack_multiple=of(2))
+    assert found.num_packs == plan(lengths, 8, scope=scope, segment_multiple=2, pack_multiple=2).num_packs
+    several = plan(lengths, [of(4), of(8), of(8)], scope=scope)
+    assert several.pack_capacity.tolist() == plan(lengths, [4, 8], scope=scope).pack_capacity.tolist()
+
+
+@pytest.mark.parametrize("max_tokens", [8.0, np.float64(8), "8", None, True, [8.0], [[8]], ["8"]])
+def test_capacities_are_whole_numbers(max_tokens: Any) -> None:
+    with pytest.raises(PackingError, match="max_tokens must be a whole number of 1 or more, found"):
+        plan([1, 2], max_tokens)
