@@ -36,11 +36,12 @@ def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
     if settings.workers == 0 and settings.ray_address is None:
         return InlineRunner()
 
-    def ray() -> Runner:
-        if settings.ray_address is not None:
-            from packer.runners.apart import ApartRunner
+    if settings.ray_address is not None:
+        from packer.runners.apart import Cluster
 
-            return ApartRunner(settings.ray_address)
+        return Cluster(settings.ray_address)
+
+    def ray() -> Runner:
         from packer.runners.ray import RayRunner
 
         return RayRunner(num_cpus=settings.workers)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from packer import logs, traces
 from packer.manifest import Manifest, cancelled_key, dataset_key, read_origin
 from packer.report import of_capacities
-from packer.runners import ClusterLost, Runner
+from packer.runners import ClusterLost, Joins, Runner
 from packer.spec import Job, SpecError, job_from_document
 from packer.store import Store
 from service.metrics import Metrics
@@ -49,7 +49,7 @@ class Scheduler:
         self._store, self._max_jobs, self._metrics, self._on_commit = store, max_jobs, metrics, on_commit
         self._make_runner = runner if callable(runner) else None
         self._runner: Runner | None = None if callable(runner) else runner
-        self.runner_state = "ok" if self._runner is not None else "starting"
+        self._runner_state = "ok" if self._runner is not None else "starting"
         self.num_workers = 0  # as it was a moment ago: asking may take a while
         self._change = threading.Condition()
         self._queue: list[str] = []
@@ -61,6 +61,13 @@ class Scheduler:
         metrics.jobs.labels("queued").set_function(lambda: len(self._queue))
         metrics.jobs.labels("packing").set_function(lambda: len(self._running))
         metrics.runner_ready.set_function(lambda: float(self._runner is not None))
+
+    @property
+    def runner_state(self) -> str:
+        """ "ok", or why nothing can be packed now."""
+        state = self._runner_state
+        why = self._make_runner.waits_for if isinstance(self._make_runner, Joins) else ""
+        return f"{state}: {why}" if why and state == "starting" else why or state
 
     def start(self) -> None:
         """Start the threads; go on with what the store has unfinished."""
@@ -101,6 +108,8 @@ class Scheduler:
             for cancel in self._running.values():
                 cancel.set()
             self._change.notify_all()
+        if isinstance(self._make_runner, Joins):
+            self._make_runner.cancel()
 
     def stop(self, timeout_s: float) -> None:
         """Stop packing, wait up to `timeout_s` for it, and close the runner that was made here."""
@@ -135,11 +144,13 @@ class Scheduler:
         try:
             runner = self._make_runner()
         except Exception as error:  # whatever Ray raises: it is tried again
-            self.runner_state = f"cannot start: {error}"
+            if self._stopping:
+                return False
+            self._runner_state = f"cannot start: {error}"
             log.error("packing cannot start, it is tried again: %s", error)
             return False
         with self._change:
-            self._runner, self.runner_state = runner, "ok"
+            self._runner, self._runner_state = runner, "ok"
             self._change.notify_all()
         if self._stopping:  # while it started: nobody may wait to close it
             runner.close()
@@ -168,7 +179,7 @@ class Scheduler:
         log.warning("packing waits for a cluster: %s", error)
         with self._change:
             runner, self._runner = self._runner, None
-            self.runner_state, self.num_workers = f"lost: {error}", 0
+            self._runner_state, self.num_workers = f"lost: {error}", 0
         self._metrics.workers.set(0)
         if runner is not None:
             runner.close()

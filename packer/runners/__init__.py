@@ -4,7 +4,7 @@ A runner opens one `Tasks` for each job; tasks of different jobs do not meet. `p
 imported only where Ray is wanted.
 """
 
-from packer.runners.base import ClusterLost, Done, Runner, Tasks, WorkerDied
+from packer.runners.base import ClusterLost, Done, Joins, Runner, Tasks, WorkerDied
 from packer.runners.inline import InlineRunner
 
-__all__ = ["ClusterLost", "Done", "InlineRunner", "Runner", "Tasks", "WorkerDied"]
+__all__ = ["ClusterLost", "Done", "InlineRunner", "Joins", "Runner", "Tasks", "WorkerDied"]

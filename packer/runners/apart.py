@@ -32,18 +32,62 @@ log = logging.getLogger("padfree.packer")
 
 SILENT_S = 30.0  # without word of the workers: the cluster's head does not answer
 _JOIN_S = 120.0
+_LOOK_S = 0.1  # between two looks whether to go on joining
+_TELL_S, _TELL_AGAIN_S = 5.0, 60.0  # of a cluster that cannot be joined
 _END_S = 10.0
+_TERM_S = 0.5  # from SIGTERM to SIGKILL
+
+
+class Cluster:
+    """The Ray cluster at `address`: calling it joins, as often as the cluster is lost. See `Joins`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._cancelled = threading.Event()
+        self._since_s: float | None = None  # when joining was begun that has not come to an end well
+        self._tell_s = 0.0
+        self.waits_for = ""
+
+    def __call__(self) -> ApartRunner:
+        """Raises RuntimeError where it cannot join, or shall not any more."""
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+            self._tell_s = self._since_s + _TELL_S
+        try:
+            runner = ApartRunner(self._address, goes_on=self._goes_on)
+        finally:
+            self.waits_for = ""
+        self._since_s = None
+        return runner
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def _goes_on(self) -> bool:
+        assert self._since_s is not None
+        now = time.monotonic()
+        if now - self._since_s >= _TELL_S:
+            self.waits_for = (
+                f"a Ray head is required at {self._address}, found no answer for {now - self._since_s:.0f} "
+                "s; start one there (`ray start --head`), or give the address of one (--ray, "
+                "PADFREE_RAY_ADDRESS)"
+            )
+        if now >= self._tell_s:
+            self._tell_s = now + _TELL_AGAIN_S
+            log.warning("packing waits for its cluster: %s", self.waits_for)
+        return not self._cancelled.is_set()
 
 
 class ApartRunner:
     """A runner on the Ray cluster at `address` ("auto" or host:port).
 
+    goes_on: asked while it joins, several times a second; False ends that.
     Raises RuntimeError where it cannot join.
     """
 
     name = "ray"
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, goes_on: Callable[[], bool] = lambda: True) -> None:
         ours, theirs = socket.socketpair()
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with theirs:
@@ -60,18 +104,26 @@ class ApartRunner:
         self._next_job = 0
         self._num_workers, self._heard_s = 0, time.monotonic()
         self._is_lost = False
-        try:
-            what, told = (
-                self._connection.recv() if self._connection.poll(_JOIN_S) else ("failed", "no answer")
-            )
-        except (EOFError, OSError):
-            what, told = "failed", "its process ended"
+        what, told = self._joined(goes_on)
         if what == "failed":
-            self.close()
+            self._end(0.0)
             raise RuntimeError(f"the Ray cluster at {address} cannot be joined: {told}")
         self._heard_s = time.monotonic()
         self._reader = threading.Thread(target=self._read, name="ray", daemon=True)
         self._reader.start()
+
+    def _joined(self, goes_on: Callable[[], bool]) -> tuple[str, str]:
+        """("joined", ""), or ("failed", why)."""
+        until = time.monotonic() + _JOIN_S
+        try:
+            while not self._connection.poll(_LOOK_S):
+                if not goes_on():
+                    return "failed", "it was given up"
+                if time.monotonic() > until:
+                    return "failed", f"no answer for {_JOIN_S:g} s"
+            return self._connection.recv()
+        except (EOFError, OSError):
+            return "failed", "its process ended"
 
     @property
     def num_workers(self) -> int:
@@ -96,13 +148,19 @@ class ApartRunner:
 
     def close(self) -> None:
         """Leave the cluster."""
+        self._end(_END_S)
+
+    def _end(self, patience_s: float) -> None:
+        """End the other process: it has `patience_s` to leave in order, which it does not while it joins."""
         self._is_lost = True
         self._connection.close()  # it ends when it reads that
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for end, wait_s in ((self._process.terminate, patience_s), (self._process.kill, _TERM_S)):
+            try:
+                self._process.wait(wait_s)
+                return
+            except subprocess.TimeoutExpired:
+                end()
+        self._process.wait()
 
     def __enter__(self) -> ApartRunner:
         return self

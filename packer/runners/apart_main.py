@@ -2,14 +2,18 @@
 
 A dead worker is told only after the cluster has answered since: else it is the cluster that is gone, and
 no partition is to be blamed for that.
+
+It ends with the process that started it, however that ended and whatever Ray is doing: a thread watches.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +22,8 @@ from packer.runners.base import Done, WorkerDied
 
 _TELL_S = 2.0  # between two words of the workers
 _WAIT_S = 0.1
+_LOOK_S = 1.0  # between two looks for the other process
+_LEAVE_S = 10.0  # to leave the cluster in order once nobody is there to tell
 
 
 class _Talk:
@@ -78,7 +84,22 @@ class _Job:
                 self._talk.done(self._number, told)
 
 
+def _end_with(parent: int, descriptor: int, has_joined: threading.Event) -> None:
+    """End this process once `parent`, or its end of the connection, is gone: at once while Ray joins (its
+    core may try for many minutes), else when it had time to leave."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # no event but a hang-up, which is always told
+    while os.getppid() == parent and not poll.poll(1000 * _LOOK_S):
+        pass
+    if has_joined.is_set():
+        time.sleep(_LEAVE_S)
+    os._exit(1)
+
+
 def main(descriptor: int, address: str) -> None:
+    has_joined = threading.Event()
+    watch = (os.getppid(), descriptor, has_joined)
+    threading.Thread(target=_end_with, args=watch, name="parent", daemon=True).start()
     talk = _Talk(connection := Connection(descriptor))
     try:
         from packer.runners.ray import RayRunner
@@ -87,6 +108,7 @@ def main(descriptor: int, address: str) -> None:
     except Exception as error:  # whatever Ray raises
         talk.send("failed", f"{type(error).__name__}: {error}")
         return
+    has_joined.set()
     talk.send("joined", "")
 
     def tell() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class WorkerDied(RuntimeError):
@@ -60,3 +60,16 @@ class Runner(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Joins(Protocol):
+    """What makes a runner by joining a cluster, which may take long, or for ever."""
+
+    waits_for: str  # while a call waits: what is required and what was found; "" else
+
+    def __call__(self) -> Runner: ...
+
+    def cancel(self) -> None:
+        """End a call that runs (it raises RuntimeError, soon), and each later one. From any thread."""
+        ...
