@@ -19,6 +19,7 @@ import numpy as np
 
 from trainer_client.batch import PackedBatch, join
 from trainer_client.errors import StateMismatch
+from trainer_client.options import whole
 from trainer_client.stream import PackedStream
 
 log = logging.getLogger(__name__)
@@ -62,13 +63,13 @@ class MixedStream:
         if len(self.streams) != len(streams) or not self.streams:
             raise ValueError("streams: at least one is required, each with a name of its own; use a mapping")
         if len({(one._split.rank, one._split.world_size) for one in self.streams}) > 1:
-            raise ValueError("streams: one rank and world_size for all is required")
+            found = sorted((one.rank, one.world_size) for one in self.streams)
+            raise ValueError(f"streams: one rank and world_size for all is required, found {found}")
         if len(multiples := {one._segment_multiple for one in self.streams}) > 1:
             raise ValueError(f"streams: one segment_multiple for all is required, found {sorted(multiples)}")
         if until not in ("first_exhausted", "all_exhausted"):
             raise ValueError(f'until: "first_exhausted" or "all_exhausted" is required, found {until!r}')
-        if batches_per_step < 1:
-            raise ValueError(f"batches_per_step: 1 or more is required, found {batches_per_step}")
+        batches_per_step = whole("batches_per_step", batches_per_step, least=1)
         if batches_per_step > 1 and any(one._device is not None for one in self.streams):
             raise ValueError("batches_per_step: 1 is required with streams that have a device")
         self._batches_per_step, self._until = batches_per_step, until
@@ -91,9 +92,7 @@ class MixedStream:
 
     def change_weights(self, weights: Weights, *, at_step: int | None = None) -> None:
         """Draw by other weights from optimiser step `at_step` on (default: the next one)."""
-        at = self._step if at_step is None else at_step
-        if at < 0:
-            raise ValueError(f"at_step: 0 or more is required, found {at}")
+        at = self._step if at_step is None else whole("at_step", at_step, least=0)
         self._weights[at] = self._checked(weights)
 
     def weights_at(self, step: int) -> dict[str, float]:

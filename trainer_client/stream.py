@@ -45,6 +45,7 @@ from trainer_client.errors import (
     UnknownDataset,
 )
 from trainer_client.multiples import require_multiple
+from trainer_client.options import rank_and_size, whole, whole_or_none
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader
 from trainer_client.reports import Reporter
@@ -61,7 +62,8 @@ class PackedStream:
     dataset: its id; or the beginning of the id (4 digits or more) or its name, where that is of one alone:
         then the source is asked at once, and `stream.dataset` is the id.
     rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
-        packs_per_step of them as one batch. All ranks take the same number of steps.
+        packs_per_step of them as one batch. All ranks take the same number of steps. Rank 0 of 1 where they
+        are not given, with a warning where RANK and WORLD_SIZE (torchrun) say otherwise.
     micro_batches: batches that make an optimiser step (gradient accumulation): the step takes
         world_size x micro_batches x packs_per_step packs, `batch.step_done` is true on its last batch, and
         num_items_in_batch and balance are of the whole step.
@@ -98,8 +100,8 @@ class PackedStream:
         source: str | os.PathLike[str],
         *,
         dataset: str,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         packs_per_step: int = 1,
         micro_batches: int = 1,
         epochs: int | None = 1,
@@ -114,22 +116,23 @@ class PackedStream:
         timeout_s: float = 600.0,
         report_s: float | None = 30.0,
     ) -> None:
-        if prefetch_steps < 1:
-            raise ValueError(f"prefetch_steps: 1 or more is required, found {prefetch_steps}")
+        micro_batches, epochs = whole("micro_batches", micro_batches), whole_or_none("epochs", epochs)
+        rank, world_size = rank_and_size(rank, world_size, dataset)
+        self._prefetch_steps = whole("prefetch_steps", prefetch_steps, least=1)
+        self._prefetch_bytes = whole("prefetch_bytes", prefetch_bytes)
         self.dataset = find_dataset(source, dataset, token=token, timeout_s=timeout_s)
         self._segment_multiple = require_multiple(segment_multiple)
         self._split = Split(
             rank=rank,
             world_size=world_size,
-            packs_per_step=packs_per_step * max(1, micro_batches),
+            packs_per_step=whole("packs_per_step", packs_per_step) * max(1, micro_batches),
             micro_batches=micro_batches,
-            shuffle_seed=shuffle_seed,
+            shuffle_seed=whole_or_none("shuffle_seed", shuffle_seed),
             tail=tail,
             balance=balance,
         )
         self._term = Term(epochs=epochs, until=epochs)
         self._ended = False  # whether an iteration came to its end since the last state was loaded
-        self._prefetch_steps, self._prefetch_bytes = prefetch_steps, prefetch_bytes
         self._device, self._report_s = device, report_s
         self._source, self._token, self._timeout_s = source, token, timeout_s
         self._cursor = Cursor()

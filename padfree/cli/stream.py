@@ -16,8 +16,8 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "dataset", metavar="DATASET", help="the dataset's id, the beginning of it, or its name"
     )
-    parser.add_argument("--rank", type=int, default=0, help="which of the ranks this is (0)")
-    parser.add_argument("--world-size", type=int, default=1, help="how many ranks share the dataset (1)")
+    parser.add_argument("--rank", type=int, help="which of the ranks this is (0)")
+    parser.add_argument("--world-size", type=int, help="how many ranks share the dataset (1)")
     parser.add_argument("--packs-per-step", type=int, default=1, help="packs a rank takes in a step (1)")
     parser.add_argument("--epochs", type=int, default=1, help="times through the dataset (1)")
     parser.add_argument("--shuffle-seed", type=int, default=0, help="order of the second epoch on (0)")

@@ -55,6 +55,16 @@ def test_an_unknown_dataset_is_named(tmp_path: Path, capsys: Any, verb: str) -> 
         assert main(["stream", "caps", "--url", server.url]) == 0
 
 
+def test_forgotten_ranks_are_warned_of(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    build_dataset(tmp_path, numbered_packs(8), packs_per_shard=2, name="caps")
+    assert main(["stream", "caps", "--store", str(tmp_path), "--rank", "2", "--world-size", "4"]) == 0
+    assert "WORLD_SIZE=4" not in caplog.text
+    assert main(["stream", "caps", "--store", str(tmp_path)]) == 0
+    assert "RANK=2, WORLD_SIZE=4" in caplog.text
+
+
 def rows_with_bad_ones(folder: Path) -> Path:
     source = folder / "rows.jsonl"
     lines = ['{"text": "some words"}'] * 5 + ['{"text": 7}', "{no JSON", '{"text": "more"}']

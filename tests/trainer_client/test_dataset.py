@@ -173,6 +173,16 @@ def test_transform_is_applied_to_each_batch(tmp_path: Path) -> None:
     assert packed.state_dict()["epoch"] == 1
 
 
+def test_forgotten_ranks_are_warned_of_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=6)
+    assert taken(loader(PackedDataset(tmp_path, dataset=dataset), 0)) == [0, 1, 2]
+    assert sum("RANK=1, WORLD_SIZE=4" in one for one in caplog.messages) == 1
+    with pytest.raises(ValueError, match="world_size: an int is required, found '2'"):
+        PackedDataset(tmp_path, dataset=dataset, rank=0, world_size="2")
+
+
 def test_a_device_is_refused_in_workers(tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=6)
     packed = PackedDataset(tmp_path, dataset=dataset, device="cpu")

@@ -193,6 +193,9 @@ def test_wrong_options_and_states_are_named(tmp_path: Path) -> None:
         ({"weights": {"a": 1, "x": 1}}, "weights: of a, b"),
         ({"weights": [1, 1], "until": "never"}, "until"),
         ({"weights": [1, 1], "batches_per_step": 0}, "batches_per_step"),
+        ({"weights": [1, 1], "batches_per_step": "2"}, "batches_per_step: an int is required, found '2'"),
+        ({"weights": [1, 1], "schedule": {"5": [1, 1]}}, "at_step: an int is required, found '5'"),
+        ({"weights": [1, 1], "rank": "0", "world_size": 2}, "rank: an int is required, found '0'"),
     ]:
         with pytest.raises(ValueError, match=message):
             mixed(tmp_path, datasets, **how)
@@ -205,6 +208,6 @@ def test_wrong_options_and_states_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="MixedStream"):
         stream.load_state_dict(state["sources"][0])
     two = [PackedStream(tmp_path, dataset=name, world_size=size) for name, size in (("a", 1), ("b", 2))]
-    with pytest.raises(ValueError, match="one rank and world_size"):
+    with pytest.raises(ValueError, match=r"one rank and world_size.*\(0, 1\), \(0, 2\)"):
         MixedStream(two, weights=[1, 1])
     assert np.isclose(sum(stream.weights_at(0).values()), 1)

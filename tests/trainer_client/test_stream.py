@@ -514,6 +514,18 @@ def test_a_folder_where_nobody_packs_any_more_times_out(tmp_path: Path) -> None:
         ({"tail": "keep"}, "tail"),
         ({"epochs": 0}, "epochs: 1 or more"),
         ({"prefetch_steps": 0}, "prefetch_steps"),
+        (
+            {"rank": "0", "world_size": 2},
+            r"""^rank: an int is required, found '0' \(str\); int\(os\.environ\["RANK"\]\)$""",
+        ),
+        ({"rank": 0, "world_size": "2"}, r"""^world_size: an int .* '2' \(str\); int.*"WORLD_SIZE"\]\)$"""),
+        ({"rank": True, "world_size": 2}, r"rank: an int is required, found True \(bool\)"),
+        ({"packs_per_step": 1.5}, r"packs_per_step: an int is required, found 1\.5 \(float\)$"),
+        ({"micro_batches": "2"}, "micro_batches: an int"),
+        ({"epochs": "2"}, "epochs: an int"),
+        ({"shuffle_seed": "0"}, "shuffle_seed: an int"),
+        ({"prefetch_steps": "4"}, "prefetch_steps: an int"),
+        ({"prefetch_bytes": None}, "prefetch_bytes: an int"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: dict, message: str) -> None:
@@ -521,6 +533,47 @@ def test_wrong_options_are_named(tmp_path: Path, options: dict, message: str) ->
         PackedStream(tmp_path, dataset="x", **options)
     with pytest.raises(ValueError, match="http"):
         PackedStream("ftp://host/store", dataset="x")
+
+
+def test_ints_of_numpy_are_ints(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(8), packs_per_shard=3)
+    stream = PackedStream(tmp_path, dataset=dataset, rank=np.int64(1), world_size=np.int32(2))
+    assert taken(stream) == taken(PackedStream(tmp_path, dataset=dataset, rank=1, world_size=2))
+    json.dumps(stream.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "is_told"),
+    [
+        (("1", "4"), {}, True),
+        (("0", "4"), {}, True),
+        (("1", "4"), {"world_size": 4}, True),
+        (("0", "4"), {"rank": 0}, True),
+        (("0", "4"), {"world_size": 4}, False),
+        (("1", "4"), {"world_size": 1}, False),
+        (("1", "4"), {"rank": 0, "world_size": 1}, False),
+        (("1", "4"), {"rank": 1, "world_size": 2}, False),
+        (("0", "1"), {}, False),
+        (("", "many"), {}, False),
+        ((None, None), {}, False),
+    ],
+)
+def test_forgotten_ranks_are_warned_of(
+    tmp_path: Path, monkeypatch: Any, caplog: Any, ranks: Any, options: dict, is_told: bool
+) -> None:
+    for name, value in zip(("RANK", "WORLD_SIZE"), ranks, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    dataset = build_dataset(tmp_path, numbered_packs(8), packs_per_shard=3)
+    stream = PackedStream(tmp_path, dataset=dataset, **options)
+    assert (stream.rank, stream.world_size) == (options.get("rank", 0), options.get("world_size", 1))
+    pickle.loads(pickle.dumps(stream))  # as for a DataLoader's worker
+    warned = [one for one in caplog.messages if "RANK" in one]
+    assert len(warned) == is_told
+    if is_told:
+        assert f"RANK={ranks[0]}, WORLD_SIZE={ranks[1]}" in warned[0]
+        assert f"rank={ranks[0]}, world_size={ranks[1]}" in warned[0]
 
 
 def test_f36_few_files_are_open_at_any_time(tmp_path: Path) -> None:
