@@ -21,16 +21,21 @@ Int32 = NDArray[np.int32]
 
 
 def ready_rows(
-    rows: Sequence[Mapping[str, Any]], vocab_size: int, fields: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]],
+    vocab_size: int,
+    fields: Mapping[str, str],
+    *,
+    trains_all: bool = False,
 ) -> tuple[Int32, NDArray[np.bool_], NDArray[np.int64], list[tuple[int, str]]]:
     """`ready_ids` of many rows: ids (N,) and mask (N,) row after row, lengths (k,), and the rows' errors."""
     quick = _quickly(rows, vocab_size)
     if quick is not None:
-        return (*quick, [])
+        flat, mask, lengths = quick
+        return flat, np.ones_like(mask) if trains_all else mask, lengths, []
     ids, masks, errors = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], []
     for position, row in enumerate(rows):
         try:
-            row_ids, row_mask = ready_ids(row, vocab_size, fields)
+            row_ids, row_mask = ready_ids(row, vocab_size, fields, trains_all=trains_all)
         except RowProblem as problem:
             errors.append((position, str(problem)))
             row_ids, row_mask = ids[0], masks[0]
@@ -48,6 +53,8 @@ def _quickly(
     if ids is None or labels is None or (len(ids[0]) and (ids[0].min() < 0 or ids[0].max() >= vocab_size)):
         return None
     flat, lengths = ids[0].astype(np.int32, copy=False), ids[1]
+    if not _attends_to_all(rows, lengths):
+        return None
     if not labelled.any():
         return flat, np.ones(len(flat), np.bool_), lengths
     if not np.array_equal(labels[1], lengths[labelled]):
@@ -59,6 +66,19 @@ def _quickly(
     mask = np.ones(len(flat), np.bool_)
     mask[inside] = trained
     return flat, mask, lengths
+
+
+def _attends_to_all(rows: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]) -> bool:
+    """Whether every attention mask that rows (of `lengths` ids) have is 1 throughout, and as long as they."""
+    if isinstance(rows, IdRows):
+        found, given = rows.columns.get("attention_mask"), np.ones(len(rows), np.bool_)
+    else:
+        masks = [row.get("attention_mask") for row in rows]
+        given = np.array([one is not None for one in masks], np.bool_)
+        found = _flat([one for one in masks if one is not None]) if given.any() else None
+        if given.any() and found is None:
+            return False
+    return found is None or (bool((found[0] == 1).all()) and np.array_equal(found[1], lengths[given]))
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Flat | None, Flat | None, NDArray[np.bool_]]:
@@ -94,9 +114,10 @@ def _flat(values: list[Any]) -> Flat | None:
 
 
 def ready_ids(
-    row: Mapping[str, Any], vocab_size: int, fields: Mapping[str, str]
+    row: Mapping[str, Any], vocab_size: int, fields: Mapping[str, str], *, trains_all: bool = False
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Ids (n,) int32 of a row and what its labels train (n,) bool; all of it where there are no labels."""
+    """Ids (n,) int32 of a row and what its labels train (n,) bool; all of it where there are no labels, or
+    `trains_all`."""
     name = fields.get("input_ids", "input_ids")
     ids = _numbers(row.get("input_ids"), name)
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
@@ -106,8 +127,17 @@ def ready_ids(
             f"field {name}[{at}]: an id from 0 to {vocab_size - 1} is required, "
             f"found {int(ids[at])}; were these ids made by another tokenizer?"
         )
-    if row.get("labels") is None:
-        return ids.astype(np.int32), np.ones(len(ids), np.bool_)
+    trained = np.ones(len(ids), np.bool_)
+    if row.get("labels") is not None:
+        labelled = _labelled(row, ids, fields)
+        trained = trained if trains_all else labelled
+    if row.get("attention_mask") is not None:
+        _check_padding(row["attention_mask"], trained, fields.get("attention_mask", "attention_mask"))
+    return ids.astype(np.int32), trained
+
+
+def _labelled(row: Mapping[str, Any], ids: NDArray[np.int64], fields: Mapping[str, str]) -> NDArray[np.bool_]:
+    """What the labels of a row train, (n,) bool."""
     name = fields.get("labels", "labels")
     labels = _numbers(row["labels"], name)
     if len(labels) != len(ids):
@@ -122,7 +152,50 @@ def ready_ids(
             f"field {name}[{at}]: -100 or the id at the same place ({int(ids[at])}) is required, "
             f"found {int(labels[at])}{hint}"
         )
-    return ids.astype(np.int32), trained
+    return trained
+
+
+def _check_padding(value: Any, trained: NDArray[np.bool_], name: str) -> None:
+    """Raise RowProblem where padding, which an attention mask tells, would be trained or seen.
+
+    A segment is attended to whole: padding at its end is seen by no token before it, any other is.
+    """
+    if isinstance(value, str):  # all that CSV can hold
+        with contextlib.suppress(orjson.JSONDecodeError):
+            value = orjson.loads(value)
+    try:
+        mask = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        mask = np.zeros((0, 0))
+    if mask.shape != trained.shape or (
+        len(mask) and (mask.dtype.kind not in "biuf" or (mask != 1)[mask != 0].any())
+    ):
+        raise RowProblem(
+            f"field {name}: {len(trained)} values are required, 1 or 0 for each id, found {_told(value)}; "
+            "leave it out if the ids are one example without padding"
+        )
+    padding = np.flatnonzero(mask == 0)
+    wrong = padding[trained[padding]]
+    if len(wrong):
+        raise RowProblem(
+            f"field {name}[{wrong[0]}]: 1 is required where a token is trained, found 0 (padding); give the "
+            "ids without padding, or labels that are -100 there"
+        )
+    if len(padding) and (mask[padding[0] :] == 1).any():
+        raise RowProblem(
+            f"field {name}[{padding[0]}]: padding (0) is required to be at the end, found tokens behind it, "
+            "which would see it; give the ids without padding"
+        )
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, list | np.ndarray):
+        odd = next(
+            (one for one in value if isinstance(one, str | list | dict | np.ndarray) or one not in (0, 1)),
+            None,
+        )
+        return f"{len(value)} values" + ("" if odd is None else f", among them {str(odd)[:40]}")
+    return kind(value)
 
 
 def _numbers(value: Any, name: str) -> NDArray[np.int64]:

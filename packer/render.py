@@ -343,10 +343,10 @@ class Renderer:
     def _tokens(
         self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]]
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
-        flat, mask, lengths, problems = ready_rows(rows, self._vocab_size, self._fields)
+        flat, mask, lengths, problems = ready_rows(
+            rows, self._vocab_size, self._fields, trains_all=self._loss == "all"
+        )
         errors += problems
-        if self._loss == "all":
-            mask = np.ones(len(flat), np.bool_)
         return self._framed(flat, mask, lengths, lengths > 0, bos_trained=self._loss == "all")
 
 

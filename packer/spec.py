@@ -168,12 +168,13 @@ def stored_spec(document: Any) -> Spec:
         "tools",
         "input_ids",
         "labels",
+        "attention_mask",
     }
     if unknown:
         raise SpecError(
             "source.fields",
-            f"left sides are padfree's names (text, prompt, completion, messages, tools, input_ids, labels), "
-            f'found {", ".join(sorted(unknown))}; write fields as {{"prompt": "question"}}',
+            "left sides are padfree's names (text, prompt, completion, messages, tools, input_ids, labels, "
+            f'attention_mask), found {", ".join(sorted(unknown))}; write fields as {{"prompt": "question"}}',
         )
     for max_tokens in packing.capacities:
         if not 1 <= max_tokens <= MAX_TOKENS_LIMIT:

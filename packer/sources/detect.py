@@ -16,11 +16,12 @@ from packer.sources.convert import open_path
 from packer.sources.csvlines import csv_lines
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import BOM, TooLong, read_lines
+from packer.sources.masks import unread_masks
 from packer.sources.parse import JOIN, RowFault, find, is_missing, parse_converted, parse_object
 from packer.sources.remote import is_remote
 from packer.sources.streams import Stream, blocks, open_stream
 from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
-from packer.spec import Format, InputFile, SourceSpec
+from packer.spec import Format, InputFile, Loss, SourceSpec
 
 _SAMPLE_RECORDS = 100
 _SAMPLE_BYTES = MIB
@@ -36,7 +37,10 @@ REQUIRED: dict[Format, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
 }
-OPTIONAL: dict[Format, tuple[str, ...]] = {"messages": ("tools",), "tokens": ("labels",)}
+OPTIONAL: dict[Format, tuple[str, ...]] = {
+    "messages": ("tools",),
+    "tokens": ("labels", "attention_mask"),  # the latter so that no padding is trained
+}
 # The names that are tried for each field, in this order.
 ALIASES = {
     "messages": ("messages", "conversations", "conversation"),
@@ -50,14 +54,19 @@ _INSTRUCTION_INPUTS = ("input", "context")
 
 
 def detect_format(
-    inputs: Sequence[InputFile], source: SourceSpec, *, max_unpacked_bytes: int = MAX_UNPACKED_BYTES
+    inputs: Sequence[InputFile],
+    source: SourceSpec,
+    *,
+    loss: Loss = "auto",
+    max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
 ) -> tuple[Format, dict[str, str]]:
     """The format, and the full mapping from padfree's names to the source's.
 
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
     does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
     a later record may have them. Raises SourceError where the records do not say, and where a file of another
-    kind or folder has other fields, unless bad rows are to be skipped.
+    kind or folder has other fields, unless bad rows are to be skipped. Ready ids whose `loss` is left to
+    their labels must not have a mask under another name instead.
     """
     # A text file fits whatever name the other files have for their texts.
     telling = [input for input in inputs if input.reader != "txt"] or inputs
@@ -70,6 +79,8 @@ def detect_format(
     for format in formats:
         fields = _mapping(format, source.fields, sample)
         if fields is not None:
+            if format == "tokens" and loss == "auto":
+                _check_masks(inputs, fields, max_unpacked_bytes)
             if source.on_bad_row == "fail":
                 _check_alike(inputs, name, format, fields, max_unpacked_bytes)
             return format, fields
@@ -85,6 +96,20 @@ def detect_format(
         f"{name}: required are the fields {wanted}; found {_listed(seen)}; "
         'name them, for example fields = {"text": "body"}'
     )
+
+
+def _check_masks(inputs: Sequence[InputFile], fields: Mapping[str, str], max_unpacked_bytes: int) -> None:
+    """Raise SourceError where ready ids have a mask that is not read, and no labels: all would be trained."""
+    for input in _first_of_each(inputs, at_least=1):
+        rows = (row for row in _records(input, max_unpacked_bytes) if not isinstance(row, RowFault))
+        found = unread_masks(list(rows), fields)
+        if found:
+            raise SourceError(
+                f"{input.path}: the field {fields['labels']!r} is required to say which of the ready ids are "
+                f"trained, found {_listed(found)} instead, which is not read: every token would be trained. "
+                "Make labels of it (the id where it is trained, else -100, unshifted), or leave it out, or "
+                'set loss to "all" (--loss all) to train every token'
+            )
 
 
 def _check_alike(
@@ -129,12 +154,12 @@ def _way_out(sample: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _first_of_each(inputs: Sequence[InputFile]) -> list[InputFile]:
+def _first_of_each(inputs: Sequence[InputFile], *, at_least: int = 0) -> list[InputFile]:
     """The first input of each kind in each folder, and others whose first rows cost nothing to read; some at
-    most, none that must be unpacked as a whole."""
+    most, and behind the first `at_least` none that must be unpacked as a whole."""
     found: dict[tuple[str, str | None, str], InputFile] = {}
-    for input in inputs:
-        if input.compression is None or input.reader not in _TABLES:
+    for number, input in enumerate(inputs):
+        if number < at_least or input.compression is None or input.reader not in _TABLES:
             found.setdefault((input.reader, input.compression, input.path.rpartition("/")[0]), input)
     firsts = list(found.values())
     cheap = (

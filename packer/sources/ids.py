@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from packer.sources.numbers import NumberParser
 
 Flat = tuple[NDArray[Any], NDArray[np.int64]]  # whole numbers end to end, and how many each row has
+_OPTIONAL = ("labels", "attention_mask")
 Frame = tuple[bytes, ...]  # a line up to its first list's bracket, from there to the next list's, …, the rest
 
 
 class IdRows(Sequence[Mapping[str, Any]]):
-    """Rows whose fields all are lists of whole numbers: {"input_ids": (n,), "labels": (n,)}, as views.
+    """Rows whose fields all are lists of whole numbers: {"input_ids": (n,), "labels": (n,), …}, as views.
 
     `columns` holds each field of all rows, flat. A row is made only when it is asked for.
     """
@@ -69,7 +70,8 @@ class IdRows(Sequence[Mapping[str, Any]]):
 def _taken(fields: Mapping[str, str]) -> dict[str, str] | None:
     """Our names to plain names in the source, where the format is tokens; else None."""
     plain = not any("." in theirs or "+" in theirs for theirs in fields.values())
-    return dict(fields) if plain and set(fields) in ({"input_ids"}, {"input_ids", "labels"}) else None
+    ours = "input_ids" in fields and set(fields) <= {"input_ids", *_OPTIONAL}
+    return dict(fields) if plain and ours else None
 
 
 # ------------------------------------------------------------------ JSON
@@ -157,8 +159,8 @@ def _lists_of(frame: Frame, taken: Mapping[str, str]) -> tuple[str, ...] | None:
     lists = [name for name, value in found.items() if isinstance(value, list)]
     if len(lists) != len(opened) or taken["input_ids"] not in lists:
         return None
-    labels = taken.get("labels")
-    if labels is not None and labels not in lists and found.get(labels) is not None:
+    optional = (taken[ours] for ours in _OPTIONAL if ours in taken)
+    if any(name not in lists and found.get(name) is not None for name in optional):
         return None
     return tuple(sorted(lists, key=found.__getitem__))
 

@@ -17,7 +17,7 @@ from reading import read_source
 
 from packer.sources.ids import IdLines, IdRows, list_values, table_ids
 
-FIELDS = {"input_ids": "input_ids", "labels": "labels"}
+FIELDS = {"input_ids": "input_ids", "labels": "labels", "attention_mask": "attention_mask"}
 number = st.one_of(st.integers(0, 9), st.integers(0, 151_000), st.integers(-100, 9_999_999), st.just(-100))
 numbers = st.lists(number, max_size=12)
 

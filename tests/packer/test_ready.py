@@ -29,6 +29,8 @@ def rows(draw: st.DrawFn) -> list[dict[str, Any]]:
                 row["labels"] = draw(st.one_of(st.none(), st.just("text"), st.lists(odd, max_size=5)))
         if draw(st.booleans()) and all(type(one) is int and abs(one) < 1 << 31 for one in ids):
             row["input_ids"] = np.array(ids, draw(st.sampled_from([np.int32, np.int64])))
+        if draw(st.integers(0, 3)) == 0:
+            row["attention_mask"] = [int(draw(st.integers(0, 9)) > 0) for _ in ids]
         found.append(row)
     return found
 

@@ -745,7 +745,11 @@ def test_a_file_that_reads_as_nothing_is_told_so_plainly(tmp_path: Path) -> None
         ({"input": "a", "output": "c"}, "prompt_completion", {"prompt": "input", "completion": "output"}),
         ({"messages": []}, "messages", {"messages": "messages", "tools": "tools"}),
         ({"conversations": [], "text": "x"}, "messages", {"messages": "conversations", "tools": "tools"}),
-        ({"input_ids": [1]}, "tokens", {"input_ids": "input_ids", "labels": "labels"}),
+        (
+            {"input_ids": [1]},
+            "tokens",
+            {"input_ids": "input_ids", "labels": "labels", "attention_mask": "attention_mask"},
+        ),
         ({"text": None}, "text", {"text": "text"}),
     ],
 )
