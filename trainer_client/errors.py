@@ -5,7 +5,8 @@
     ├── DatasetFailed                    packing it failed or was cancelled; the text is the reason
     ├── DatasetTooSmall  (ValueError)    fewer packs than one step takes: num_packs, packs_needed
     ├── StateMismatch    (ValueError)    a state of another dataset, or of another order
-    ├── StreamRefused                    the service will not serve this request; trying again will not help
+    ├── StreamRefused                    the service will not serve this request, or the url is of none;
+    │                                    trying again will not help
     ├── DataDamaged                      bytes that fail their checksum, again and again
     └── StreamTimeout    (TimeoutError)  nothing came for `timeout_s`; says what was tried
 
@@ -64,7 +65,8 @@ class StateMismatch(ClientError, ValueError):
 
 
 class StreamRefused(ClientError):
-    """The service answered that this request is wrong (401, 403, 404, 422, …)."""
+    """The service answered that this request is wrong (401, 403, 404, 422, …), or none can be at this url: no
+    HTTP or TLS is spoken there, or its certificate cannot be verified."""
 
 
 class DataDamaged(ClientError):

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from packer import shard
 from packer.shard import ShardError, locate_stamp
+from trainer_client import strangers
 from trainer_client.body import Body
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
@@ -77,6 +78,7 @@ class HttpTransport:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._has_answered = False
         self._hint = 0  # where the stamp lay in the last header
 
     # -------------------------------------------------------------- the dataset
@@ -152,12 +154,14 @@ class HttpTransport:
             headers = self._numbered_headers()
             connection.request("GET", self._path + what, headers=headers)
             response = connection.getresponse()
+            self._has_answered = True
             body = response.read()
             if response.status != 200:
                 raise self._problem(response, body, headers["X-Request-Id"])
             return json.loads(body)
         except (*_FAULTS, ValueError) as error:
-            raise Lost(f"{self._url} cannot be asked for dataset {self.dataset}: {_shown(error)}") from error
+            what = f"{self._url} cannot be asked for dataset {self.dataset}"
+            raise self._lost(error, what) from error
         finally:
             connection.close()
 
@@ -202,7 +206,7 @@ class HttpTransport:
     def fresh(self) -> HttpTransport:
         more: dict[str, Any] = {"token": self._token, "portion": replace(self._portion), "ids": self._ids}
         other = HttpTransport(self._given_url, self.dataset, **more)
-        other._layout = self._layout
+        other._layout, other._has_answered = self._layout, self._has_answered
         return other
 
     def close(self) -> None:
@@ -240,7 +244,8 @@ class HttpTransport:
                 return self._open(request)  # an idle connection the server had closed: no fault at all
             if is_asked and isinstance(error, TimeoutError):
                 raise self._given_up(Silent, "of an answer") from error
-            raise Lost(f"cannot reach {self._url}: {_shown(error)}") from error
+            raise self._lost(error, f"cannot reach {self._url}") from error
+        self._has_answered = True
         if response.status != 200:
             body = _quietly_read(response)
             self._drop()
@@ -307,6 +312,12 @@ class HttpTransport:
 
     # -------------------------------------------------------------- errors
 
+    def _lost(self, error: Exception, what: str) -> Exception:
+        """A fault on the way, as the exception to raise: no try more where nothing has ever answered here and
+        nothing will. Behind a first answer all faults are taken to pass."""
+        why = "" if self._has_answered else strangers.why_never(self._url, error)
+        return StreamRefused(why) if why else Lost(f"{what}: {_shown(error)}")
+
     def _given_up(self, kind: type[Lost], where: str) -> Lost:
         silence_s = self._portion.patience_s
         self._portion.fell_silent()
@@ -319,7 +330,7 @@ class HttpTransport:
             found = json.loads(body)
             problem = found if isinstance(found, dict) else {}
         kind = str(problem.get("type", "")).rpartition(":")[2]
-        detail = str(problem.get("detail") or body[:200].decode(errors="replace") or response.reason)
+        detail = str(problem.get("detail") or strangers.first_words(body, response.status) or response.reason)
         detail += f" (request {request_id})"
         if kind == "unknown-dataset":
             return UnknownDataset(f"{self._url}, dataset {self.dataset[:80]!r}: {detail}")

@@ -119,9 +119,12 @@ def request(
             if error.code != 503 or time.monotonic() >= until:
                 raise _problem(error, args.url, path) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
-            if time.monotonic() >= until:
-                reason = getattr(error, "reason", error)
-                raise CommandError(f"no padfree service answers at {args.url}: {reason}") from None
+            from trainer_client.strangers import why_never
+
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            why = why_never(args.url, reason) if isinstance(reason, Exception) else ""
+            if why or time.monotonic() >= until:
+                raise CommandError(why or f"no padfree service answers at {args.url}: {reason}") from None
         time.sleep(1.0)
 
 
