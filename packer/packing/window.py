@@ -34,6 +34,7 @@ _OPEN = 2048  # a pack is closed if at most one token in so many is missing
 _WIDE = 2  # times as long as the tenth shortest is the tenth longest, of ten
 _PATIENCE = 2  # windows that a piece waits for a pack that closes well
 _MOSTLY_LARGE = 0.8  # of packs have a piece over half a pack: short ones are scarce
+_SOME_LARGE = 0.1  # of packs: else no short pieces are scarce, and blocks are no better than windows
 _MOSTLY_CLOSED = 0.75  # of the packs of windows: else they are not good enough
 _GOOD = 1.001  # packs over the lower bound
 
@@ -56,9 +57,12 @@ def _packed(sizes: Int64, capacity: int, window: int) -> Layout:
     if len(sizes) <= min(window, _LAST):
         return histogram_best_fit(sizes, capacity)
     bound = -(-int(sizes.sum()) // capacity)
-    if int(np.count_nonzero(2 * sizes > capacity)) > _MOSTLY_LARGE * bound:
+    num_large = int(np.count_nonzero(2 * sizes > capacity))
+    if num_large > _MOSTLY_LARGE * bound:
         return in_blocks(sizes, capacity, window)
-    layout = _in_windows(sizes, capacity, window)
+    # Lengths that are all alike close badly too, and longest first they are far worse: four of a kind may
+    # fill a pack, but not the four longest.
+    layout = _in_windows(sizes, capacity, window, _MOSTLY_CLOSED if num_large > _SOME_LARGE * bound else 0)
     if layout is not None and _is_good(layout, sizes, capacity):
         return layout
     blocks = in_blocks(sizes, capacity, window)
@@ -78,8 +82,8 @@ def _bound(sizes: Int64, capacity: int) -> int:
     return lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)
 
 
-def _in_windows(sizes: Int64, capacity: int, window: int) -> Layout | None:
-    """None where too few packs close well: short pieces are scarce."""
+def _in_windows(sizes: Int64, capacity: int, window: int, least_closed: float) -> Layout | None:
+    """None where fewer than this share of packs close well: short pieces are scarce."""
     edges = np.linspace(0, len(sizes), -(-len(sizes) // window) + 1).astype(np.int64).tolist()
     waiting, made = np.zeros(0, np.int64), list[Layout]()
     last, num_before, num_begun, num_closed = waiting, 0, 0, 0
@@ -91,7 +95,7 @@ def _in_windows(sizes: Int64, capacity: int, window: int) -> Layout | None:
         num_old = int(np.searchsorted(waiting, arrived - _PATIENCE * window))
         packed = _one_window(sizes[waiting], capacity, num_old)
         num_begun, num_closed = num_begun + packed.num_begun, num_closed + packed.num_closed
-        if num_closed < _MOSTLY_CLOSED * num_begun:
+        if num_closed < least_closed * num_begun:
             return None
         made.append(packed.packs.of(waiting))
         waiting = waiting[packed.left]
