@@ -32,7 +32,10 @@ class Result:
 
 
 def tiny_model(vocab_size: int) -> LlamaForCausalLM:
-    """About two million parameters, with attention that never crosses segments."""
+    """About two million parameters, with attention that never crosses segments.
+
+    Raises ValueError for a batch with ids that are not in its vocabulary.
+    """
     attention.register()
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -45,7 +48,19 @@ def tiny_model(vocab_size: int) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         attn_implementation="padfree",
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    model.model.embed_tokens.register_forward_pre_hook(require_known)
+    return model
+
+
+def require_known(embedding: torch.nn.Embedding, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Raise where a batch holds ids that the model does not know: torch would not say which, nor why."""
+    largest = int(inputs[0].max())
+    if largest >= embedding.num_embeddings:
+        raise ValueError(
+            f"--vocab-size: more than the dataset's largest token id is required, so at least {largest + 1}, "
+            f"found {embedding.num_embeddings}; give the size of the tokenizer it was packed with"
+        )
 
 
 def train(

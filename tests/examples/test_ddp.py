@@ -123,3 +123,10 @@ def test_the_script_under_torchrun(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "2 steps, loss" in done.stdout
         assert torch.load(tmp_path / "run.pt")["stream"]["epoch"] == epoch
+    script[script.index("97")] = "8"
+    script[-2:] = []
+    done = subprocess.run(
+        torchrun + script, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode != 0
+    assert "ValueError: --vocab-size: " in done.stderr

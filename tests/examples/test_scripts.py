@@ -13,6 +13,8 @@ from accelerate.state import AcceleratorState
 from packing_job import write_tokenizer
 from training import MINIBATCH, VOCAB_SIZE, pack_rows, rows_of
 
+from trainer_client import PackedStream
+
 
 @pytest.mark.parametrize(
     ("name", "extra", "said"),
@@ -44,3 +46,14 @@ def test_runs_as_a_script(
     torch.set_num_threads(1)
     importlib.import_module(name).main()
     assert said in capsys.readouterr().out
+
+
+def test_too_small_a_vocabulary_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    largest = max(int(batch.input_ids.max()) for batch in PackedStream(tmp_path, dataset=dataset))
+    arguments = ["--url", str(tmp_path), "--dataset", dataset, "--steps", "2", "--vocab-size"]
+    monkeypatch.setattr(sys, "argv", ["train_tiny", *arguments, "8"])
+    with pytest.raises(ValueError, match=r"--vocab-size: .* at least \d+, found 8; give the size of the tok"):
+        importlib.import_module("train_tiny").main()
+    monkeypatch.setattr(sys, "argv", ["train_tiny", *arguments, str(largest + 1)])
+    importlib.import_module("train_tiny").main()
