@@ -142,7 +142,8 @@ def check_servable(wanted: StreamRequest, snapshot: Snapshot, total_steps: int |
         raise problems.bad_parameter(
             "offset", f"at most the {num_packs} packs of the epoch is required, found {wanted.offset}"
         )
-    if wanted.start > total_steps:
+    # Who reads every stride-th step may stand so far behind the last one: there is nothing more to send.
+    if wanted.start >= total_steps + wanted.stride:
         raise problems.bad_parameter(
             "start", f"at most the {total_steps} steps of the epoch is required, found {wanted.start}"
         )

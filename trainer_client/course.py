@@ -200,12 +200,15 @@ class Course:
             step += stop - start
         return step
 
-    def until_gap(self, step: int, stride: int) -> int | None:
-        """How many of `step`, step + stride, … come before the next gap, or before what may be one.
+    def num_ahead(self, step: int, stride: int) -> int | None:
+        """How many of `step`, step + stride, … come before the next gap or what may be one, and before the
+        end of the epoch, where it is known: a service refuses to be asked for steps behind it.
 
-        None: there is none ahead.
+        None: nothing of that is ahead.
         """
         ends = [start for start, _ in self._gaps if start > step]
+        if self.num_steps is not None:
+            ends.append(self.num_steps)
         if self._deal is not None and self.layout.num_packs is None and self._skips_later():
             ends.append(self._deal.num_steps)
         return -(-(min(ends) - step) // stride) if ends else None

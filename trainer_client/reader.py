@@ -17,7 +17,7 @@ from typing import Any
 from trainer_client.batch import PackedBatch, flatten
 from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_place, require_steps
 from trainer_client.cursor import Cursor, Split, Term, state_at, to_state
-from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamTimeout
+from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamRefused, StreamTimeout
 from trainer_client.multiples import with_multiple
 from trainer_client.prefetch import Meter
 from trainer_client.transport import Received, Request, Transport
@@ -206,7 +206,7 @@ class Reader:
             try:
                 if not course.knows(step) and self._waits_to_know(course, step):
                     continue
-                max_steps = course.until_gap(step, self.lane.count)
+                max_steps = course.num_ahead(step, self.lane.count)
                 request = Request(
                     split=self.split,
                     epoch=start.epoch,
@@ -231,10 +231,17 @@ class Reader:
                 self._failed(retry, error, start, step)
             except Lost as error:
                 self._failed(retry, error, start, course.kept(number))
+            except StreamRefused:
+                # The dataset may have come to its end meanwhile, before the step that was asked for.
+                if course.num_steps is not None:
+                    raise
+                self._learn_layout(retry)
+                if self.layout is None or self.layout.num_packs is None:
+                    raise
 
     def _waits_to_know(self, course: Course, step: int) -> bool:
         """Whether `step` may be one to be left out, which is not known yet; then waits a little."""
-        if course.until_gap(step, 1) is None:
+        if course.num_ahead(step, 1) is None:
             return False
         if self._refresh() is course.layout or not self._course(course.start).knows(step):
             self.cancelled.wait(_ASK_AGAIN_S)

@@ -181,6 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(status, json.dumps(problem).encode(), "application/problem+json")
         if failed := manifest.failed():
             return self._problem(409, "dataset-failed", failed["detail"])
+        if manifest.finished is not None and int(query["start"]) > len(plain_steps(manifest, query)):
+            return self._problem(422, "bad-parameter", "start: behind the end of the epoch")
         self.send_response(200)
         self.send_header("Content-Type", "application/vnd.apache.arrow.stream")
         if self.fake.chunked:
