@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from binascii import hexlify
+from binascii import hexlify, unhexlify
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -175,7 +175,11 @@ def stamp_all(data: memoryview, starts: Sequence[int], texts: Sequence[bytes]) -
             _, crc, stays, room = read(data, at)
         # A damaged room counts as it is: who receives the message finds that its checksum is wrong.
         before = _REST if room == _AT_REST else crc32(room)
-        changed = int(crc, 16) ^ before ^ crc32(text)
+        try:
+            sealed = int.from_bytes(unhexlify(crc), "big")
+        except ValueError as error:
+            raise ShardError(f"the stamp of a record batch is damaged: its crc32 is {crc!r}") from error
+        changed = sealed ^ before ^ crc32(text)
         write(data, at + _CRC_AT, hexlify(changed.to_bytes(4, "big")), stays, text)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import os
 import pickle
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,20 @@ def flip(data: bytes) -> bytes:
     return data[:at] + bytes([data[at] ^ 8]) + data[at + 1 :]
 
 
+def first_message(at: int) -> Callable[[bytes], bytes]:
+    """Writes a byte over one of the first pack's, `at` bytes behind the start of its stamp."""
+
+    def damage(data: bytes) -> bytes:
+        place = data.find(b"padfree1 crc32=") + at
+        return data[:place] + b"\xf1" + data[place + 1 :]
+
+    return damage
+
+
 DAMAGES = {"flipped": flip, "zeroed": lambda data: bytes(len(data)), "cut": lambda data: data[:5000],
-           "emptied": lambda data: b""}  # fmt: skip
+           "emptied": lambda data: b"", "mark": first_message(3), "crc": first_message(17),
+           "body": first_message(31), "room": first_message(45), "header": first_message(-20),
+           "columns": first_message(900)}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -415,6 +415,24 @@ def test_many_texts_of_stamps_are_those_of_each() -> None:
         shard.stamp_texts(epoch=0, step=np.array([5]), num_items=np.array([-1]), step_done=done[:1])
 
 
+@pytest.mark.parametrize("value", [0x00, 0x20, 0x2D, 0x5F, 0x7A, 0xF1, 0xFF])  # also " ", "-", "_", "z"
+def test_a_message_that_is_damaged_anywhere_is_told_when_it_is_stamped(value: int) -> None:
+    """By a ShardError, which is what has a damaged copy fetched again; or its bytes are right once more."""
+    message, header_bytes = _message(random_packs(1))
+    text = shard.stamp_text(epoch=1, step=2, num_items=3, step_done=True)
+    well = bytearray(message)
+    shard.stamp_all(memoryview(well), [0], [text])
+    for at in [*range(header_bytes), *range(header_bytes, len(message), 97), len(message) - 1]:
+        damaged = bytearray(message)
+        damaged[at] = value
+        try:
+            shard.stamp_all(memoryview(damaged), [0], [text])
+            shard.verify_message(damaged, 8 + int.from_bytes(damaged[4:8], "little"))
+        except ShardError:
+            continue
+        assert damaged == well
+
+
 def test_a_stamp_that_is_damaged_at_rest_is_not_made_whole() -> None:
     """Stamping keeps a wrong checksum wrong, so that who receives the message finds it out."""
     message, header_bytes = _message(random_packs(1))
