@@ -289,12 +289,15 @@ class StepDeal:
 
     An offset within an optimiser step deals out the rest of it. balanced: the order is by cost, and every
     other loop step of an optimiser step deals backwards, so that no rank always gets the dearest.
+    micro_step: loop steps of the optimiser step at `offset` that were taken before it; which of the others
+    go backwards hangs on it.
     """
 
     order: StepOrder
     offset: int = 0
     world_size: int = 1
     balanced: bool = False
+    micro_step: int = 0
     _first: int = field(init=False)  # the optimiser step that the offset lies in
     _starts: NDArray[np.int64] = field(init=False)  # (n,) position where each one's first loop step begins
     _loops: NDArray[np.int64] = field(init=False)  # (n + 1,) loop steps before each
@@ -331,7 +334,7 @@ class StepDeal:
         number = steps - self._loops[which]  # of the loop step within its optimiser step
         start = self._starts[which] + number * self.world_size
         stop = self.order.bounds[self._first + which + 1]
-        place = self._place(number, np.int64(rank))
+        place = self._place(number + self._before(which), np.int64(rank))
         position = start + place
         return Dealt(
             position=np.where(position < stop, position, FILLER)[:, None],
@@ -345,10 +348,14 @@ class StepDeal:
     def all_positions(self, steps: NDArray[np.int64]) -> NDArray[np.int64]:
         which = np.searchsorted(self._loops, steps, side="right") - 1
         number = steps - self._loops[which]
-        place = self._place(number[:, None], np.arange(self.world_size))
+        place = self._place((number + self._before(which))[:, None], np.arange(self.world_size))
         position = (self._starts[which] + number * self.world_size)[:, None] + place
         stop = self.order.bounds[self._first + which + 1]
         return np.where(position < stop[:, None], position, FILLER)[:, :, None]
+
+    def _before(self, which: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Loop steps that were taken before the offset, of the `which`-th optimiser steps from it on."""
+        return np.where(which == 0, self.micro_step, 0)
 
     def _place(self, number: NDArray[np.int64], rank: NDArray[np.int64] | np.int64) -> NDArray[np.int64]:
         """Which of a loop step's packs a rank gets, for the `number`-th of its optimiser step."""

@@ -42,6 +42,7 @@ class StreamRequest:
     max_steps: int | None = None
     stride: int = 1
     offset: int = 0
+    micro_step: int = 0
     tail: Literal["drop", "pad"] = "drop"
     batches: Literal["step", "pack"] = "step"
     balance: Literal["none", "attention"] = "none"
@@ -99,6 +100,7 @@ def deal(request: StreamRequest, epoch: EpochOrder) -> order.Deal:
             offset=request.offset,
             world_size=request.world_size,
             balanced=is_balanced,
+            micro_step=request.micro_step,
         )
     return order.EvenDeal(
         num_packs=epoch.snapshot.num_packs,

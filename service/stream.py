@@ -71,6 +71,9 @@ async def stream(
     ] = None,
     stride: Annotated[int, Query(ge=1, le=1 << 20, description="Send every so-many-th step only")] = 1,
     offset: Annotated[Count, Query(description="Packs of this epoch consumed before step 0")] = 0,
+    micro_step: Annotated[
+        Count, Query(description="Loop steps taken of the optimiser step that `offset` lies in")
+    ] = 0,
     tail: Annotated[Literal["drop", "pad"], Query(description="A last step that is not full")] = "drop",
     batches: Annotated[
         Literal["step", "pack"], Query(description="One record batch a step, or a pack")
@@ -93,6 +96,7 @@ async def stream(
         max_steps=max_steps,
         stride=stride,
         offset=offset,
+        micro_step=micro_step,
         tail=tail,
         batches=batches,
         balance=balance,

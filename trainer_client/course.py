@@ -240,6 +240,12 @@ class Course:
         return int(self._deal.take(np.array([step]), 0).optimizer_step[0])
 
     @property
+    def num_begun(self) -> int:
+        """Loop steps taken of the optimiser step that the way begins in, where who gets the others hangs on
+        that."""
+        return self.start.micro_step if self._deal is not None and self.split.balance != "none" else 0
+
+    @property
     def first_optimizer_step(self) -> int:
         """The first optimiser step that is not taken yet, nor begun."""
         if self._deal is None:

@@ -275,6 +275,7 @@ class Epoch:
                 offset=request.offset,
                 world_size=split.world_size,
                 balanced=is_balanced,
+                micro_step=request.micro_step,
             )
         else:
             self.deal = order.EvenDeal(

@@ -211,6 +211,7 @@ class Reader:
                     split=self.split,
                     epoch=start.epoch,
                     offset=start.packs,
+                    micro_step=course.num_begun,
                     start=step,
                     stride=self.lane.count,
                     max_steps=max_steps,

@@ -368,6 +368,7 @@ def _query(request: Request) -> dict[str, Any]:
     if split.balance != "none":
         query["balance"] = split.balance
     given = {"shuffle_seed": split.shuffle_seed, "max_steps": request.max_steps}
+    given["micro_step"] = request.micro_step or None
     return query | {name: value for name, value in given.items() if value is not None}
 
 

@@ -26,11 +26,15 @@ _HOST_PORT = re.compile(r"[\w.-]+:\d{1,5}(/.*)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A run of loop steps of one epoch: start, start + stride, … Steps are counted from pack `offset`."""
+    """A run of loop steps of one epoch: start, start + stride, … Steps are counted from pack `offset`.
+
+    micro_step: of a "step" dataset, loop steps of the optimiser step at `offset` that were taken before it.
+    """
 
     split: Split
     epoch: int
     offset: int = 0
+    micro_step: int = 0
     start: int = 0
     stride: int = 1
     max_steps: int | None = None  # None: to the end of the epoch

@@ -219,5 +219,33 @@ def test_a_step_deal_gives_each_pack_once_and_every_rank_as_many_steps(
     assert seen == list(range(offset, sum(sizes)))
 
 
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    world_size=st.integers(1, 5),
+    balanced=st.booleans(),
+)
+def test_a_step_deal_from_within_an_optimizer_step_is_the_rest_of_the_whole(
+    sizes: list[int], world_size: int, balanced: bool
+) -> None:
+    made = order.step_order(np.array(sizes, np.int64), epoch=1, shuffle_seed=5)
+    whole = order.StepDeal(order=made, world_size=world_size, balanced=balanced)
+    steps = np.arange(whole.num_steps)
+    dealt = whole.take(steps, 0)
+    for step in steps[:-1]:
+        first = whole.loops_of(int(dealt.optimizer_step[step]))[0]
+        rest = order.StepDeal(
+            order=made,
+            offset=int(dealt.after[step]),
+            world_size=world_size,
+            balanced=balanced,
+            micro_step=0 if dealt.done[step] else int(step) + 1 - first,
+        )
+        left = np.arange(rest.num_steps)
+        for rank in range(world_size):
+            due = whole.take(steps[step + 1 :], rank).position
+            assert np.array_equal(rest.take(left, rank).position, due)
+            assert np.array_equal(rest.all_positions(left)[:, rank], due)
+
+
 GOLDEN_10 = [7, 1, 6, 8, 3, 4, 5, 9, 0, 2]
 GOLDEN_BIG = [309407425365, 630364682570]

@@ -267,6 +267,23 @@ def test_balanced_steps_hold_the_same_packs_and_cost_more_evenly(tmp_path: Path,
         assert waited(waits["attention"]) < waited(waits["none"])
 
 
+@pytest.mark.parametrize("where", ["folder", "service"])
+def test_balanced_ranks_go_on_exactly_after_any_micro_batch(tmp_path: Path, where: str) -> None:
+    """Each rank alone too: another one need not break off."""
+    dataset = build_step_dataset(tmp_path, random_packs(16, max_tokens=4000), [7, 1, 8])
+    with running(tmp_path) as server:
+        for rank in range(2):
+            options: dict[str, Any] = {
+                "dataset": dataset, "rank": rank, "world_size": 2, "balance": "attention", "epochs": 2,
+                "report_s": None,
+            }  # fmt: skip
+            stream = PackedStream(server.url if where == "service" else tmp_path, **options)
+            whole = [(b.example_ids.tolist(), b.step, b.state) for b in stream]
+            for number, (_, _, state) in enumerate(whole):
+                stream.load_state_dict(state)
+                assert [(b.example_ids.tolist(), b.step, b.state) for b in stream] == whole[number + 1 :]
+
+
 def test_another_balance_is_refused_within_an_optimizer_step(tmp_path: Path) -> None:
     dataset = build_step_dataset(tmp_path, numbered_packs(8), [4, 4])
     stream = PackedStream(tmp_path, dataset=dataset)
