@@ -43,7 +43,8 @@ def slack_patterns(counts: Int64, capacity: int, bound: int = 0) -> list[Pattern
 
     bound: packs that none can go below, so that no other way is tried where one reaches it.
     """
-    tokens = int(np.arange(capacity + 1) @ counts)
+    there = np.flatnonzero(counts)
+    tokens = int(there @ counts[there])
     best = _Search(counts, capacity, "even").run()
     for closing in ("none", "uneven"):
         fewest = packs_of(best)

@@ -23,6 +23,8 @@ _BLOCK = 1 << 18  # pieces counted out at once: what a core's cache holds
 
 def histogram_best_fit(sizes: Int64, capacity: int, seed: int | None = None) -> Layout:
     """Pack `sizes`, each in [1, capacity]. Equal sizes are drawn in an order by `seed`."""
+    # More room than there are tokens changes nothing but the cost.
+    capacity = max(1, min(capacity, int(sizes.sum())))
     counts = np.bincount(sizes, minlength=capacity + 1)
     found = patterns(counts, capacity)
     return _counted_out(found, sorted_by(sizes, capacity.bit_length(), seed))
@@ -43,20 +45,24 @@ def patterns(counts: Int64, capacity: int) -> list[Pattern]:
 
 
 def lower_bound_of(counts: Int64, capacity: int) -> int:
-    """The packs that no packer can go below, from the histogram (capacity + 1,) int64.
+    """The packs that no packer can go below, from the histogram, int64: (longest + 1,) or more.
 
     L2 of Martello and Toth (1990), the best over all thresholds at once: for each, pieces over half a
     pack need packs of their own, and pieces from the threshold on must fit beside them.
     """
-    length = np.arange(capacity + 1)
-    number = np.concatenate([[0], np.cumsum(counts)])  # of pieces shorter than each length
-    tokens = np.concatenate([[0], np.cumsum(length * counts)])
+    length = np.flatnonzero(counts)
+    # Between two lengths a higher threshold leaves less room and as many small pieces: lengths are enough.
     half = capacity // 2
-    threshold = np.arange(half + 1)
-    alone = number[-1] - number[capacity - threshold + 1]
-    large = number[capacity - threshold + 1] - number[half + 1]
-    room = large * capacity - (tokens[capacity - threshold + 1] - tokens[half + 1])
-    small = tokens[half + 1] - tokens[threshold]
+    threshold = np.append(length[length <= half], half)
+    number = np.concatenate([[0], np.cumsum(counts[length])])  # of pieces shorter than each length
+    tokens = np.concatenate([[0], np.cumsum(length * counts[length])])
+    shortest = np.searchsorted(length, threshold)
+    fitting = np.searchsorted(length, capacity - threshold, side="right")  # beside the threshold
+    small_end = int(np.searchsorted(length, half, side="right"))
+    alone = number[-1] - number[fitting]
+    large = number[fitting] - number[small_end]
+    room = large * capacity - (tokens[fitting] - tokens[small_end])
+    small = tokens[small_end] - tokens[shortest]
     return int((alone + large + np.maximum(0, -(-(small - room) // capacity))).max(initial=0))
 
 

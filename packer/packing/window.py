@@ -79,7 +79,7 @@ def _is_good(layout: Layout, sizes: Int64, capacity: int) -> bool:
 
 
 def _bound(sizes: Int64, capacity: int) -> int:
-    return lower_bound_of(np.bincount(sizes, minlength=capacity + 1), capacity)
+    return lower_bound_of(np.bincount(sizes), capacity)
 
 
 def _in_windows(sizes: Int64, capacity: int, window: int, least_closed: float) -> Layout | None:

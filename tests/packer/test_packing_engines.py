@@ -180,6 +180,29 @@ def test_as_many_of_a_narrow_kind_stand_in_a_pack_as_can(most: int, of_mean: flo
         assert check(window_best_fit(sizes, 8192), sizes, 8192) <= 1.012 * bound
 
 
+@given(st.integers(1, 40), st.data())
+def test_the_lower_bound_is_the_best_over_all_thresholds(capacity: int, data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, capacity), max_size=30))
+    bounds = [0]
+    for threshold in range(capacity // 2 + 1):
+        alone = sum(size > capacity - threshold for size in sizes)
+        large = [size for size in sizes if capacity // 2 < size <= capacity - threshold]
+        small = sum(size for size in sizes if threshold <= size <= capacity // 2)
+        room = len(large) * capacity - sum(large)
+        bounds.append(alone + len(large) + max(0, -(-(small - room) // capacity)))
+    counts = np.bincount(np.array(sizes, np.int64))
+    assert lower_bound_of(counts, capacity) == max(bounds)
+
+
+@pytest.mark.parametrize("scope", ["window", "global"])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_more_room_than_there_are_tokens_costs_nothing(scope: str, seed: int | None) -> None:
+    found = plan([1, 2, 3], 2**40, scope=scope, seed=seed)
+    assert (found.num_packs, sorted(found.length.tolist())) == (1, [1, 2, 3])
+    assert plan([], 2**40, scope=scope, seed=seed).num_packs == 0
+    assert plan([7], 2**40, scope=scope, seed=seed).length.tolist() == [7]
+
+
 def test_long_pieces_left_over_at_the_end_are_packed_once_more_with_the_last_window() -> None:
     # Without this 25 packs more: what is left of all windows has more pieces over half a pack than its tokens
     # would fill packs.
