@@ -72,6 +72,12 @@ def kind(value: Any) -> str:
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
+def told(value: Any) -> str:
+    """What a JSON value is, and if it is a number which."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{kind(value)} ({str(value)[:40]})" if is_number else kind(value)
+
+
 def conversation(
     row: Mapping[str, Any], habits: Habits, *, messages_name: str = "messages", tools_name: str = "tools"
 ) -> Conversation:
@@ -80,7 +86,7 @@ def conversation(
     if isinstance(found, str):
         found = _parsed(found, messages_name)
     if not isinstance(found, list):
-        raise RowProblem(f"field {messages_name}: a list of messages is required, found {kind(found)}")
+        raise RowProblem(f"field {messages_name}: a list of messages is required, found {told(found)}")
     if not found:
         raise RowProblem(f"field {messages_name}: at least one message is required, found an empty list")
     messages, trained = [], []
@@ -118,7 +124,7 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
     if isinstance(content, list):
         content = clean["content"] = _content_parts(content, name, habits)
     elif content is not None and not isinstance(content, str):
-        raise RowProblem(f"field {name}.content: a text is required, found {kind(content)}")
+        raise RowProblem(f"field {name}.content: a text is required, found {told(content)}")
     if content is None and "tool_calls" not in clean and role == "assistant" and "function_call" not in clean:
         raise RowProblem(
             f"field {name}.content: a text is required where there are no tool_calls, found null"

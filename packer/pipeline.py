@@ -40,7 +40,7 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: S
     if rejected and job.spec.source.on_bad_row == "fail":
         first = min(rejected, key=lambda row: row.example_id)
         raise BadRow(
-            f"{first.location}: {first.reason}. "
+            f"{first.location}: {first.reason}{'' if first.reason.endswith('?') else '.'} "
             'Correct the row, or set source.on_bad_row to "skip" to leave such rows out and list them.'
         )
     try:

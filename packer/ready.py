@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from packer.conversations import kind
+from packer.conversations import kind, told
 from packer.sources.ids import Flat, IdRows
 from packer.templates import RowProblem
 
@@ -203,7 +203,7 @@ def _numbers(value: Any, name: str) -> NDArray[np.int64]:
         with contextlib.suppress(orjson.JSONDecodeError):
             value = orjson.loads(value)
     if not isinstance(value, list | tuple | np.ndarray):
-        raise RowProblem(f"field {name}: a list of whole numbers is required, found {kind(value)}")
+        raise RowProblem(f"field {name}: a list of whole numbers is required, found {told(value)}")
     if not len(value):
         return np.zeros(0, np.int64)
     if isinstance(value, np.ndarray):

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer.chats import Chat, Chats
-from packer.conversations import kind
+from packer.conversations import told
 from packer.places import covered, in_bytes, num_bytes
 from packer.ready import ready_rows
 from packer.templates import RenderError, RowProblem
@@ -175,7 +175,7 @@ class Renderer:
         value = row.get(field)
         name = self._fields.get(field, field)
         if not isinstance(value, str):
-            raise RowProblem(f"field {name}: a text is required, found {kind(value)}")
+            raise RowProblem(f"field {name}: a text is required, found {told(value)}")
         return _valid(value, name)
 
     def _checked(

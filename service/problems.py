@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,6 +92,10 @@ def bad_parameter(field: str, detail: str) -> Problem:
 
 
 def bad_spec(field: str | None, detail: str) -> Problem:
+    if named := re.match(
+        r"(tokenizer\.\w+): ", detail
+    ):  # said by the error itself, better than by its caller
+        field, detail = named[1], detail[named.end() :]
     return Problem("bad-spec", 422, "Wrong spec", detail, field=field)
 
 

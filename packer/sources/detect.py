@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from packer.sources.csvlines import csv_lines
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import BOM, TooLong, read_lines
 from packer.sources.masks import unread_masks
-from packer.sources.parse import JOIN, RowFault, find, is_missing, parse_converted, parse_object
+from packer.sources.parse import JOIN, RowFault, find, is_missing, kind, parse_converted, parse_object
 from packer.sources.remote import is_remote
 from packer.sources.streams import Stream, blocks, open_stream
 from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
@@ -53,6 +53,10 @@ ALIASES = {
 _INSTRUCTION_INPUTS = ("input", "context")
 
 
+# Whether a field of ours can be the one of that name in the sample.
+_Fits = Callable[[str, str, Sequence[Mapping[str, Any]]], bool]
+
+
 def detect_format(
     inputs: Sequence[InputFile],
     source: SourceSpec,
@@ -74,10 +78,14 @@ def detect_format(
     if not sample and fault is not None:
         raise SourceError(f"{name}: no record could be read; the first: {fault}")
     if not sample:
-        raise SourceError(f"{name}: no record in the {len(inputs)} input files; give files that hold some")
+        where = f"the {len(inputs)} input files" if len(inputs) > 1 else "the input file"
+        raise SourceError(f"{name}: no record in {where}; give files that hold some")
     formats = _candidates(source.format, source.fields)
-    for format in formats:
-        fields = _mapping(format, source.fields, sample)
+    # First rows that are bad do not hide what the others hold. In a format that was asked for a field of its
+    # very name is meant, whatever it holds: each row says then what is wrong with it.
+    tests = [_looks_like, _may_be, *([_is_called] if source.format != "auto" else [])]
+    for fits, format in ((fits, format) for fits in tests for format in formats):
+        fields = _mapping(format, source.fields, sample, fits)
         if fields is not None:
             if format == "tokens" and loss == "auto":
                 _check_masks(inputs, fields, max_unpacked_bytes)
@@ -91,11 +99,18 @@ def detect_format(
             f"{name}: required is the field {' and '.join(absent)}, which source.fields names and none "
             f"of the first records has; found {_listed(seen)}; name one that is there"
         )
-    wanted = "; or ".join(f"{' and '.join(REQUIRED[format])} ({format})" for format in formats)
+    wanted = "; or ".join(_named(format) for format in formats)
+    plural = len(formats) > 1 or len(REQUIRED[formats[0]]) > 1
     raise SourceError(
-        f"{name}: required are the fields {wanted}; found {_listed(seen)}; "
-        'name them, for example fields = {"text": "body"}'
+        f"{name}: required {'are the fields' if plural else 'is the field'} {wanted}; "
+        f'found {_listed(seen, sample)}; name them, for example fields = {{"text": "body"}}'
     )
+
+
+def _named(format: Format) -> str:
+    """The required fields of a format; its name too, where that says more."""
+    names = " and ".join(REQUIRED[format])
+    return names if names == format else f"{names} ({format})"
 
 
 def _check_masks(inputs: Sequence[InputFile], fields: Mapping[str, str], max_unpacked_bytes: int) -> None:
@@ -134,7 +149,8 @@ def _check_alike(
             found = list(dict.fromkeys(key for record in sample for key in record))
             names = " and ".join(wanted)
             raise SourceError(
-                f"{input.path}: required are the fields {names} ({format}), as in {first} (a dataset has one "
+                f"{input.path}: required {'are the fields' if len(wanted) > 1 else 'is the field'} {names} "
+                f"(format {format}), as in {first} (a dataset has one "
                 f"name for each of its fields, in all files); found {_listed(found)}. {_way_out(sample)}"
             )
 
@@ -170,8 +186,15 @@ def _first_of_each(inputs: Sequence[InputFile], *, at_least: int = 0) -> list[In
     return list(islice(chain(firsts, cheap), _MAX_CHECKED))
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:20])) or "none"
+def _listed(names: Sequence[str], sample: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Names of fields; with what stands in those that have a known name and hold no text or list."""
+    known = {alias for aliases in ALIASES.values() for alias in aliases}
+    told = []
+    for name in names[:20]:
+        values = [value for value in _values(name, sample) if value is not None] if name in known else []
+        odd = bool(values) and not isinstance(values[0], str | list | np.ndarray)
+        told.append(f"{name!r} ({kind(values[0])})" if odd else repr(name))
+    return ", ".join(told) or "none"
 
 
 def _candidates(format: Format, given: Mapping[str, str]) -> list[Format]:
@@ -189,16 +212,18 @@ def _candidates(format: Format, given: Mapping[str, str]) -> list[Format]:
 
 
 def _mapping(
-    format: Format, given: Mapping[str, str], sample: Sequence[Mapping[str, Any]]
+    format: Format, given: Mapping[str, str], sample: Sequence[Mapping[str, Any]], fits: _Fits | None = None
 ) -> dict[str, str] | None:
-    """All fields of `format`, or None where a required one is not in the sample."""
+    """All fields of `format`, or None where a required one is not in the sample. fits: whether a name of the
+    sample can be one of ours; `_looks_like` if not given."""
+    fits = fits or _looks_like
     fields: dict[str, str] = {}
     for ours in REQUIRED[format]:
         if ours in given:  # taken at its word: a value of a wrong type is the fault of its row
             theirs = given[ours] if _values(given[ours], sample) else None
         else:
             free = (name for name in ALIASES[ours] if name not in fields.values())
-            theirs = next((name for name in free if _looks_like(ours, name, sample)), None)
+            theirs = next((name for name in free if fits(ours, name, sample)), None)
         if theirs is None:
             return None
         fields[ours] = theirs
@@ -241,8 +266,21 @@ def _looks_like(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bo
     """Whether some record has the field and its first value is no number or object (null may be any)."""
     values = _values(name, sample)
     first = next((value for value in values if value is not None), None)
-    wanted = (list, str, np.ndarray) if ours in ("messages", "input_ids") else (str,)
-    return bool(values) and (first is None or isinstance(first, wanted))
+    return bool(values) and (first is None or isinstance(first, _types_of(ours)))
+
+
+def _may_be(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether some record has the field with a value that it can have."""
+    return any(isinstance(value, _types_of(ours)) for value in _values(name, sample))
+
+
+def _is_called(ours: str, name: str, sample: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether it may be the field, or has its very name."""
+    return _may_be(ours, name, sample) or (name == ours and bool(_values(name, sample)))
+
+
+def _types_of(ours: str) -> tuple[type, ...]:
+    return (list, str, np.ndarray) if ours in ("messages", "input_ids") else (str,)
 
 
 # ------------------------------------------------------------------ sample

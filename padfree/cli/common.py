@@ -137,8 +137,9 @@ def _problem(error: urllib.error.HTTPError, url: str, path: str) -> CommandError
                 f"there is no dataset {asked[:80]!r} at {url}: an id, the beginning of one (4 digits or "
                 f"more) or a name is required; `padfree datasets --url {url}` lists them"
             )
-        field = f"{problem['field']}: " if problem.get("field") else ""
-        text = f"{field}{problem['detail']}"
+        text = str(problem["detail"])
+        if (field := problem.get("field")) and not text.startswith(f"{field}: "):
+            text = f"{field}: {text}"
     except (ValueError, KeyError, TypeError):
         text = f"the service answered {error.code} {error.reason}"
     if (name := error.headers.get("X-Request-Id")) and error.code >= 500:  # the service's log has more

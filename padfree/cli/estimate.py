@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
             rejected = Rejected()
             lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store, rejected)])
             if rejected.num_rows and job.spec.source.on_bad_row == "fail":
-                raise CommandError(
-                    f"{_said(rejected)}. Correct them, or leave them out with --on-bad-row skip"
-                )
+                said = _said(rejected)
+                end = "" if said.endswith("?") else "."
+                raise CommandError(f"{said}{end} Correct them, or leave them out with --on-bad-row skip")
             packing = job.spec.packing
             lengths = lengths[lengths > 0]
             found = estimate(

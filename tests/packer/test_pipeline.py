@@ -202,7 +202,7 @@ def test_f18_a_clash_of_types_matters_only_in_a_field_that_is_used(tmp_path: Pat
     assert [ids[0] for ((ids, _),) in packed.segments.values()] == [12]  # c
     (rejected,) = packed.report["rejected"]
     assert (Path(rejected["file"]).name, rejected["line"]) == ("f1.jsonl", 1)
-    assert rejected["reason"] == "field r.b: a text is required, found a number"
+    assert rejected["reason"] == "field r.b: a text is required, found a number (23)"
 
 
 def test_f22_a_line_of_20_mib_is_a_row_that_is_truncated(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_f18_what_is_not_a_text_is_told_by_the_sources_field():
     assert split(out)[1] == ([10, 2], [1, 1])
     assert out.lengths.tolist() == [0, 2, 0, 0, 0, 0, 0]
     assert out.errors == [
-        (0, "field r.b: a text is required, found a number"),
+        (0, "field r.b: a text is required, found a number (23)"),
         (2, "field r.b: a text is required, found null"),
         (3, "field r.b: a text is required, found a list"),
         (4, "field r.b: a text is required, found null"),
@@ -119,7 +119,7 @@ def test_a_bad_half_makes_the_row_bad_and_no_other():
     out = renderer("prompt_completion", fields={"completion": "answer"}).render(rows)
     assert split(out) == [([], []), ([], []), ([10, 11, 2], [0, 1, 1])]
     assert out.errors == [
-        (0, "field answer: a text is required, found a number"),
+        (0, "field answer: a text is required, found a number (1)"),
         (1, "field prompt: a text is required, found null"),
     ]
 
