@@ -91,6 +91,19 @@ class Retry:
         self.delay_s = min(2 * self.delay_s, _LONGEST_DELAY_S)
 
 
+def ask_layout(transport: Transport, *, timeout_s: float, meter: Meter) -> Layout:
+    """What is known of a dataset's size, asked for until `timeout_s` have passed. Raises as reading does."""
+    retry = Retry(what=transport.label, timeout_s=timeout_s, cancelled=threading.Event(), meter=meter)
+    while True:
+        try:
+            layout = transport.layout()
+        except Lost as error:
+            retry.failed(error, "asking for its state")
+        else:
+            retry.progress()
+            return layout
+
+
 @dataclass(slots=True, kw_only=True)
 class Reader:
     """Makes the batches of one iteration."""

@@ -47,7 +47,7 @@ from trainer_client.errors import (
 from trainer_client.multiples import require_multiple
 from trainer_client.options import rank_and_size, whole, whole_or_none
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
-from trainer_client.reader import Lane, Reader
+from trainer_client.reader import Lane, Reader, ask_layout
 from trainer_client.reports import Reporter
 from trainer_client.transport import RequestIds, Transport, find_dataset, open_transport
 
@@ -348,10 +348,11 @@ class PackedStream:
         steps, so that it holds on another world size too, where it may take neighbours of the same step
         along. Raises ValueError for steps that were taken already.
         """
+        layout = ask_layout(self._transport, timeout_s=self._timeout_s, meter=self._meter)
         at = self._normal()
         epoch = at.epoch if epoch is None else epoch
         start = at if epoch == at.epoch else Cursor(epoch=epoch)
-        self._skips += self._course(start, self._layout()).skips_of(steps, at=at)
+        self._skips += self._course(start, layout).skips_of(steps, at=at)
         self.close()
 
     def _course(self, start: Cursor, layout: Layout) -> Course:

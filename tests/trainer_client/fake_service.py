@@ -56,6 +56,7 @@ class FakeService:
         self.requests: list[dict[str, str]] = []  # queries of stream requests
         self.connections: set[int] = set()  # client ports that asked for a stream
         self.problem: tuple[int, dict[str, Any]] | None = None  # answered to every stream request
+        self.num_views_refused = 0  # how many of the next questions for the dataset get status 503
         self.port = 0
         self._server: ThreadingHTTPServer | None = None
         self._open: set[socket.socket] = set()
@@ -140,6 +141,10 @@ class _Handler(BaseHTTPRequestHandler):
         return self._stream(manifest, dict(parse_qsl(parts.query)))
 
     def _view(self, manifest: Manifest) -> None:
+        if self.fake.num_views_refused:
+            self.fake.num_views_refused -= 1
+            self._problem(503, "transient", "try again")
+            return
         failed = manifest.failed()
         state = "failed" if failed else "ready" if manifest.finished else "packing"
         view = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_service import FakeService
 from packs import (
     PackingSpec,
     build_dataset,
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from packer.manifest import lock_key
 from packer.store import LocalStore
-from trainer_client import PackedDataset, PackedStream, StateMismatch
+from trainer_client import PackedDataset, PackedStream, StateMismatch, StreamTimeout
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -181,6 +182,21 @@ def test_a_step_that_is_not_packed_yet_is_left_out_too(source: str, tmp_path: Pa
     timer.start()
     assert ids(batches) == [[2], [5]]
     timer.join()
+
+
+def test_skipping_bears_a_service_that_is_away_as_reading_does(service: FakeService, tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=3)
+    stream = PackedStream(service.url, dataset=dataset, timeout_s=20, report_s=None)
+    service.num_views_refused = 2
+    stream.skip([1])
+    assert stream.stats().num_retries == 2
+    assert [batch.step for batch in stream] == [0, 2, 3]
+    hasty = PackedStream(service.url, dataset=dataset, timeout_s=0.2, report_s=None)
+    service.num_views_refused = 100
+    with pytest.raises(StreamTimeout, match=r"asking for its state.*answered 503"):
+        hasty.skip([1])
+    with pytest.raises(TypeError, match="length is not known"):
+        len(hasty)
 
 
 def test_steps_that_were_taken_cannot_be_skipped(tmp_path: Path) -> None:
