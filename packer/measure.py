@@ -1,16 +1,18 @@
-"""How long examples are, in tokens, without packing them: what an estimate needs."""
+"""How long rows are, in tokens, and what they train, without packing them: what an estimate needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packer import sources
-from packer.report import MAX_LISTED
-from packer.rows import renderer_of, row_error
+from packer.order import derive_seed, permute
+from packer.packing import Trained
+from packer.report import MAX_LISTED, Counters
+from packer.rows import largest_capacity, read_rows
 from packer.spec import Job
 from packer.store import Store
 
@@ -30,29 +32,101 @@ class Rejected:
             self.first += ordered[: MAX_LISTED - len(self.first)]
 
 
-def token_lengths(job: Job, store: Store, rejected: Rejected | None = None) -> Iterator[NDArray[np.int64]]:
-    """Tokens of every readable row in source order, batch by batch: (k,) int64 each; 0 for empty rows and
-    those that cannot be rendered.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Measured:
+    """The rows of a source in the order in which packing takes them.
 
-    Of a packed dataset those of its segments: no token is read. rejected: filled with the rows that cannot
-    be used, whatever the spec's on_bad_row says of them.
+    lengths: (n,) int64, 0 for rows that are left out before any cut (empty, untrained, bad): they keep their
+    place. begins: (n,) int64, the number of each row's first token in `trained`; None where that was not
+    read. counters: what was left out, as the report of a dataset counts it. rejected: the bad rows.
+    """
+
+    lengths: NDArray[np.int64]
+    begins: NDArray[np.int64] | None
+    trained: Trained | None
+    counters: Counters
+    rejected: Rejected
+    _indexes: Sequence[sources.FileIndex]
+    _job: Job
+
+    def bounds(self, multiple: int) -> list[int]:
+        """Where the partitions begin, each of a multiple of `multiple` rows, and where the last ends."""
+        partitions = sources.cut(
+            self._indexes,
+            shuffle_seed=self._job.spec.shuffle_seed,
+            multiple=multiple,
+            max_tokens=self._job.spec.packing.capacities[-1],
+        )
+        return [0, *(partition.stop for partition in partitions)]
+
+
+def measure(job: Job, store: Store) -> Measured:
+    """Render every row of a job whole, whatever packing will keep of it, and keep what an estimate needs.
+
+    Bad rows are listed, whatever the spec's on_bad_row says of them. Of a packed dataset it takes the
+    segments, and reads what they train only where some may be cut.
 
     Works in this process; what it unpacks lies in the store until the caller removes it. Raises what
     reading and rendering raise.
     """
     if sources.is_packed(job.inputs):
-        yield sources.segment_lengths(job.inputs[0], store=store)
-        return
+        return _packed(job, store)
     fields = dict(job.spec.source.fields)
     indexes = [
         sources.index_input(one, store=store, work_key=f"work/{number}", random_access=False, fields=fields)
         for number, one in enumerate(job.inputs)
     ]
-    renderer = renderer_of(job, store, whole=True)
+    counters, rejected = Counters(), Rejected()
+    lengths, trained, num_tokens = [np.zeros(0, np.int64)], [], 0
     for partition in sources.cut(indexes, shuffle_seed=None):
-        for records in sources.read_partition(partition, store=store, fields=fields):
-            rendered = renderer.render(records.rows)
-            if rejected is not None:
-                wrong = [row_error(records, row, reason) for row, reason in dict(rendered.errors).items()]
-                rejected.add([*records.errors, *wrong])
-            yield rendered.lengths
+        found, wrong, rows, _ = read_rows(job, partition, store, whole=True)
+        counters.add({name: getattr(found, name) for name in Counters.__dataclass_fields__})
+        rejected.add(wrong)
+        lengths.append(rows.lengths)
+        trained.append(Trained.of(rows.loss_mask, num_tokens))
+        num_tokens += len(rows.loss_mask)
+    every = np.concatenate(lengths)
+    return _ordered(
+        job, indexes, every, np.cumsum(every) - every, Trained.joined(trained), counters, rejected
+    )
+
+
+def _packed(job: Job, store: Store) -> Measured:
+    (one,) = job.inputs
+    index, table = sources.segment_table(one, store=store)
+    lengths = table["length"].astype(np.int64)
+    counters = Counters(rows_in=int(np.count_nonzero(lengths)), tokens_in=int(lengths.sum()))
+    begins, trained, num_tokens = np.zeros(len(lengths), np.int64), list[Trained](), 0
+    packing = job.spec.packing
+    may_cut = lengths.max(initial=0) > largest_capacity(job.spec).segment
+    if not may_cut and packing.strategy not in ("wrapped", "minibatch"):
+        return _ordered(job, [index], lengths, None, None, counters, Rejected())
+    for positions, first, mask in sources.segment_masks(one, table, store=store):
+        begins[positions] = num_tokens + first
+        trained.append(Trained.of(mask, num_tokens))
+        num_tokens += len(mask)
+    return _ordered(job, [index], lengths, begins, Trained.joined(trained), counters, Rejected())
+
+
+def _ordered(
+    job: Job,
+    indexes: Sequence[sources.FileIndex],
+    lengths: NDArray[np.int64],
+    begins: NDArray[np.int64] | None,
+    trained: Trained | None,
+    counters: Counters,
+    rejected: Rejected,
+) -> Measured:
+    """Rows in source order, put into the order of the stream."""
+    if job.spec.shuffle_seed is not None:
+        order = permute(np.arange(len(lengths)), len(lengths), derive_seed(job.spec.shuffle_seed))
+        lengths, begins = lengths[order], None if begins is None else begins[order]
+    return Measured(
+        lengths=lengths,
+        begins=begins,
+        trained=trained,
+        counters=counters,
+        rejected=rejected,
+        _indexes=indexes,
+        _job=job,
+    )

@@ -17,7 +17,7 @@ from packer import sources
 from packer.gather import gather
 from packer.manifest import ROWS, Commit, Shard, shard_key, shard_rows
 from packer.order import derive_seed
-from packer.packing import PackingError, PackPlan, plan, tokens_of_minibatches
+from packer.packing import PackingError, PackPlan, Trained, plan_trained, tokens_of_minibatches
 from packer.report import MAX_LISTED, PADDED_BATCH, Counters
 from packer.rows import Rows, largest_capacity, read_rows
 from packer.shard import PADDING_ID, encode_packs
@@ -80,49 +80,33 @@ def _plan(job: Job, number: int, rows: Rows, counters: Counters) -> PackPlan:
     """Plan the packs of partition `number` and count what becomes of the rows."""
     packing, shuffle_seed = job.spec.packing, job.spec.shuffle_seed
     _check_overlong(job, rows)
-    lengths = rows.lengths.copy()
-    while True:
-        planned = plan(
-            lengths,
-            packing.max_tokens,
-            strategy=packing.strategy,
-            # Of its own for each partition, or packs of equal place would be shuffled alike in all.
-            seed=None if shuffle_seed is None else derive_seed(shuffle_seed, number),
-            minibatch_size=packing.minibatch_size,
-            step_size=packing.step_size,
-            scope=packing.scope,
-            balance=packing.balance,
-            overlong=packing.overlong,
-            truncate_side=packing.truncate_side,
-            min_piece=packing.min_piece,
-            segment_multiple=packing.segment_multiple,
-            pack_multiple=packing.pack_multiple,
-        )
-        # A row may lose all that it trains to a cut. It is left out and the rest planned again;
-        # its place stays (length 0), since mini-batches and steps are counted by place.
-        lost = _untrained(rows, planned)
-        counters.rows_untrained += len(lost)
-        # Without it "wrapped" would cut others where it cut this one, and so on: there it stays.
-        if not len(lost) or packing.strategy == "wrapped":
-            break
-        counters.tokens_dropped += int(lengths[lost].sum())
-        lengths[lost] = 0
-    _count(packing.minibatch_size or PADDED_BATCH, packing.capacities[-1], lengths, planned, counters)
-    counters.rows_packed -= len(lost)  # those that stay where they are: in pieces, and trained in none
-    counters.rows_split -= len(lost)
-    return planned
-
-
-def _untrained(rows: Rows, planned: PackPlan) -> NDArray[np.int64]:
-    """Rows that were truncated or split and of which no segment trains anything, rising."""
-    was_cut = np.union1d(planned.truncated, planned.split)
-    segments = np.flatnonzero(np.isin(planned.example, was_cut))
-    example, length = planned.example[segments], planned.length[segments]
-    starts = rows.offsets[example] + planned.start[segments]
-    # The first token of a segment is never trained.
-    pairs = zip((starts + 1).tolist(), (starts + length).tolist(), strict=True)
-    kept = [rows.loss_mask[a:b].any() for a, b in pairs]
-    return np.setdiff1d(example, example[np.array(kept, np.bool_)])
+    lengths = rows.lengths
+    found = plan_trained(
+        lengths,
+        rows.offsets[:-1],
+        lambda: Trained.of(rows.loss_mask),
+        packing.max_tokens,
+        strategy=packing.strategy,
+        # Of its own for each partition, or packs of equal place would be shuffled alike in all.
+        seed=None if shuffle_seed is None else derive_seed(shuffle_seed, number),
+        minibatch_size=packing.minibatch_size,
+        step_size=packing.step_size,
+        scope=packing.scope,
+        balance=packing.balance,
+        overlong=packing.overlong,
+        truncate_side=packing.truncate_side,
+        min_piece=packing.min_piece,
+        segment_multiple=packing.segment_multiple,
+        pack_multiple=packing.pack_multiple,
+    )
+    counters.rows_untrained_by_cut = len(found.left_out) + len(found.kept)
+    counters.rows_untrained += counters.rows_untrained_by_cut
+    counters.tokens_dropped += int(lengths[found.left_out].sum())
+    size = packing.minibatch_size or PADDED_BATCH
+    _count(size, packing.capacities[-1], found.lengths, found.plan, counters)
+    counters.rows_packed -= len(found.kept)  # those that stay where they are: in pieces, trained in none
+    counters.rows_split -= len(found.kept)
+    return found.plan
 
 
 def _check_overlong(job: Job, rows: Rows) -> None:

@@ -244,7 +244,7 @@ class _Notes:
         counts, whole = self._counts, self._counts["whole"]
         texts = {
             "unusable": "cannot be used (see source.on_bad_row)",
-            "long": f"are longer than a pack takes ({self._limit} tokens; see packing.overlong)",
+            "long": f"are longer than a pack takes ({self._limit} tokens; see packing.overlong, --overlong)",
             "empty": "have no tokens and will be left out",
             "untrained": "train no token" + ("" if self._repacks else " and will be left out"),
             "two_bos": "begin with two BOS tokens: take one out, or set tokenizer.add_bos to false",

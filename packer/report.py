@@ -25,6 +25,7 @@ class Counters:
     rows_overlong: int = 0  # longer than max_tokens, left out by overlong="drop"
     rows_rejected: int = 0  # unreadable or of a wrong type, left out by on_bad_row="skip"
     rows_untrained: int = 0  # no token to train on, before or after a cut (a segment's first is none)
+    rows_untrained_by_cut: int = 0  # those of rows_untrained that a cut left with nothing to train
     rows_truncated: int = 0  # packed, but cut
     rows_split: int = 0  # packed in more than one piece
     # Rows with words that the chat template does not print: a system message's, those of tools (schemas or
@@ -66,6 +67,10 @@ def total(parts: Iterable[Mapping[str, Any]]) -> Counters:
     return Counters(**{name: int(sum(part.get(name, 0) for part in every)) for name in names})
 
 
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if part * 100 >= whole > 0 else "under 1%"
+
+
 def _listed(parts: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for part in parts:
@@ -79,9 +84,15 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
     `minibatches`: what is to be said of rows that were cut or left out under strategy "minibatch", instead.
     """
     said = {
-        "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them",
-        "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split",
+        "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them (--overlong split)",
+        "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split (--overlong split)",
         "rows_untrained": "have nothing to train, or nothing that is left after a cut: not packed",
+        "rows_untrained_by_cut": (
+            f"lost all that they train to a cut at max_tokens={max_tokens}, so {counters.tokens_dropped:,} of "
+            f"{counters.tokens_in:,} tokens ({_percent(counters.tokens_dropped, counters.tokens_in)}) were "
+            "dropped in all: raise packing.max_tokens (--max-tokens), or set packing.overlong to split "
+            "(--overlong split) or packing.truncate_side to left (--truncate-side left)"
+        ),
         "rows_empty": "have no tokens and were left out",
         "rows_rejected": "could not be used and were left out; the report lists the first",
     }

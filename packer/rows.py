@@ -55,30 +55,31 @@ class Rows:
 
 
 def read_rows(
-    job: Job, partition: sources.Partition, store: Store
+    job: Job, partition: sources.Partition, store: Store, *, whole: bool = False
 ) -> tuple[Counters, list[sources.RowError], Rows, tuple[str, ...]]:
     """Read the partition; again where the fast encoder was found wrong on the way, then by the reference.
 
-    Returns counters, rejected rows, rows, and why the fast encoder was given up, if it was.
+    Returns counters, rejected rows, rows, and why the fast encoder was given up, if it was. whole: as in
+    make_renderer.
     """
     if sources.is_packed(job.inputs):
         return (*_read_packed(partition, store), ())
-    tokenizer = renderer_of(job, store).tokenizer
+    tokenizer = renderer_of(job, store, whole=whole).tokenizer
     known = len(tokenizer.encoder_faults) if tokenizer is not None else 0
-    counters, rejected, rows = _read(job, partition, store)
+    counters, rejected, rows = _read(job, partition, store, whole)
     faults = tokenizer.encoder_faults[known:] if tokenizer is not None else ()
     if faults:
-        counters, rejected, rows = _read(job, partition, store)
+        counters, rejected, rows = _read(job, partition, store, whole)
         counters.num_fallbacks = 1
     return counters, rejected, rows, faults
 
 
 def _read(
-    job: Job, partition: sources.Partition, store: Store
+    job: Job, partition: sources.Partition, store: Store, whole: bool
 ) -> tuple[Counters, list[sources.RowError], Rows]:
     """Read and render the partition; count and leave out empty, untrained and bad rows."""
     counters, rejected = Counters(), list[sources.RowError]()
-    renderer = renderer_of(job, store)
+    renderer = renderer_of(job, store, whole=whole)
     ids, masks, lengths, examples = [], [], [], []
     locations: list[Sequence[sources.Location]] = []
     for records in sources.read_partition(partition, store=store, fields=dict(job.spec.source.fields)):

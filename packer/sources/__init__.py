@@ -26,7 +26,7 @@ from packer.sources.index import index_input
 from packer.sources.packed import PackedSource, is_packed, names_dataset, resolve_packed
 from packer.sources.partitions import cut, num_examples
 from packer.sources.read import read_partition
-from packer.sources.segments import Segments, first_segments, read_segments, segment_lengths
+from packer.sources.segments import Segments, first_segments, read_segments, segment_masks, segment_table
 from packer.sources.values import (
     FileIndex,
     Location,
@@ -60,5 +60,6 @@ __all__ = [
     "read_segments",
     "resolve_inputs",
     "resolve_packed",
-    "segment_lengths",
+    "segment_masks",
+    "segment_table",
 ]

@@ -91,12 +91,16 @@ def index_packed(input: InputFile, *, store: Store, work_key: str) -> FileIndex:
         places = _place_whole(path, input, store, commits, num_examples)
         if places is None:
             places = _place_pieces(path, input, store, commits, num_examples)
-        marks, num_tokens = _marks(path, places)
+        return _index(input, np.memmap(path, SEGMENT, "r", shape=(places,)), num_examples, key)
+
+
+def _index(input: InputFile, table: np.ndarray, num_examples: int, key: str | None) -> FileIndex:
+    marks, num_tokens = _marks(table)
     file = RecordFile(
         input=input,
         layout="segments",
         unit="example",
-        num_records=places,
+        num_records=len(table),
         num_bytes=_TOKEN_BYTES * num_tokens,
         mtime_ns=0,
         offsets=key,
@@ -198,11 +202,10 @@ def _of_shard(rows: np.ndarray, boundaries: list[tuple[np.ndarray, np.ndarray]])
     return found[found["example"] != PADDING_ID]
 
 
-def _marks(path: str, places: int) -> tuple[np.ndarray, int]:
+def _marks(table: np.ndarray) -> tuple[np.ndarray, int]:
     """Where partitions may begin, and all tokens. Positions are found by number: there is nothing to skip."""
-    table = np.memmap(path, SEGMENT, "r", shape=(places,))
     marks, num_tokens = [np.zeros(1, MARK)], 0
-    for low in range(0, places, _SCAN_SEGMENTS):
+    for low in range(0, len(table), _SCAN_SEGMENTS):
         ends = num_tokens + np.cumsum(table["length"][low : low + _SCAN_SEGMENTS], dtype=np.int64)
         before = np.concatenate([[num_tokens], ends[:-1]]) * _TOKEN_BYTES
         buckets = before // MARK_BYTES
@@ -252,12 +255,35 @@ def read_segments(partition: Partition, *, store: Store) -> Segments:
     )
 
 
-def segment_lengths(input: InputFile, *, store: Store) -> NDArray[np.int64]:
-    """Tokens of every segment of a dataset, those of example 0 first. (num_segments,) int64."""
+def segment_table(input: InputFile, *, store: Store) -> tuple[FileIndex, np.ndarray]:
+    """The index of a dataset and its table of SEGMENT by stream position; nothing is written to the store.
+
+    Reads no token. length 0: an example without a segment.
+    """
     manifest = finished(input.digest, store)
-    parts = list(_segments(input, store, manifest.num_commits, _num_examples(manifest)))
-    found = np.concatenate([np.empty(0, SEGMENT), *parts])[["example", "length"]]
-    return found["length"][np.argsort(found["example"], kind="stable")].astype(np.int64)
+    num_examples = _num_examples(manifest)
+    parts = list(_segments(input, store, manifest.num_commits, num_examples))
+    found = np.concatenate([np.empty(0, SEGMENT), *parts])
+    # An example that was left out has a place too, without tokens.
+    empty = np.zeros(num_examples - len(np.unique(found["example"])), SEGMENT)
+    empty["example"] = np.setdiff1d(np.arange(num_examples), found["example"])
+    table = np.concatenate([found, empty])
+    table = table[np.argsort(table["example"], kind="stable")]
+    return _index(input, table, num_examples, None), table
+
+
+def segment_masks(
+    input: InputFile, table: np.ndarray, *, store: Store
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]:
+    """What is trained of the segments of a table, some packs at a time, each pack once.
+
+    Yields (positions in the table, where each begins in the mask, the mask). Raises SourceError.
+    """
+    order = np.lexsort((table["start"], table["offset"], table["number"], table["partition"]))
+    order = order[table["length"][order] > 0]
+    for group, packs, first_of in _pools(input, table[order], store):
+        mine = order[group]
+        yield mine, first_of + table["start"][mine], np.concatenate([pack.loss_mask for pack in packs])
 
 
 def first_segments(input: InputFile, *, store: Store, at_least: int) -> Segments:

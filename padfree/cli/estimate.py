@@ -26,35 +26,39 @@ def add(verbs: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    from packer.measure import Rejected, token_lengths
+    from packer.measure import measure
     from packer.packing import estimate
 
     with common.scratch_store(args) as store:
         job = resolve_here(spec_document(args), store)
         try:
-            rejected = Rejected()
-            lengths = np.concatenate([np.zeros(0, np.int64), *token_lengths(job, store, rejected)])
+            measured = measure(job, store)
+            rejected = measured.rejected
             if rejected.num_rows and job.spec.source.on_bad_row == "fail":
                 said = _said(rejected)
                 end = "" if said.endswith("?") else "."
                 raise CommandError(f"{said}{end} Correct them, or leave them out with --on-bad-row skip")
             packing = job.spec.packing
-            lengths = lengths[lengths > 0]
             found = estimate(
-                lengths,
+                measured.lengths,
                 packing.capacities,
                 minibatch_size=packing.minibatch_size or 8,
                 packs_per_step=args.packs_per_step,
                 overlong=packing.overlong,
+                truncate_side=packing.truncate_side,
+                min_piece=packing.min_piece,
+                scope=packing.scope,
                 segment_multiple=packing.segment_multiple,
                 pack_multiple=packing.pack_multiple,
+                begins=measured.begins,
+                trained=measured.trained,
+                bounds=measured.bounds,
             )
+            found = _with_left_out(found, measured.counters)
         except (ValueError, OSError) as error:  # of reading, rendering, packing and the store
             raise CommandError(str(error)) from None
     size = packing.minibatch_size or 8
-    warnings = _warnings(lengths, packing, size)
+    warnings = _warnings(measured.lengths, packing, size)
     if rejected.num_rows:
         warnings.insert(0, f"{_said(rejected)}; left out of these figures")
     for warning in warnings:
@@ -64,9 +68,30 @@ def run(args: argparse.Namespace) -> int:
     listed = [
         {"file": row.file, "line": row.line, "unit": row.unit, "reason": row.reason} for row in rejected.first
     ]
-    result = {"warnings": warnings, "rows_rejected": rejected.num_rows, "rejected": listed}
+    result = {
+        "warnings": warnings,
+        "rows_in": measured.counters.rows_in,
+        "rows_empty": measured.counters.rows_empty,
+        "rows_rejected": rejected.num_rows,
+        "rejected": listed,
+    }
     common.print_result(args, {**dataclasses.asdict(found), **result})
     return 0
+
+
+def _with_left_out(found: Any, counters: Any) -> Any:
+    """The estimate with the rows counted that have nothing to train even uncut, and their tokens."""
+    rows = tuple(
+        row
+        if row.problem
+        else dataclasses.replace(
+            row,
+            tokens_dropped=row.tokens_dropped + counters.tokens_dropped,
+            rows_untrained=row.rows_untrained + counters.rows_untrained,
+        )
+        for row in found.rows
+    )
+    return dataclasses.replace(found, num_tokens=found.num_tokens + counters.tokens_dropped, rows=rows)
 
 
 def _warnings(lengths: Any, packing: Any, size: int) -> list[str]:
@@ -86,9 +111,9 @@ def _warnings(lengths: Any, packing: Any, size: int) -> list[str]:
         return []
     return [
         f"under minibatch {count:,} of {len(sizes):,} mini-batches of {size} rows take more than a pack "
-        f"of max_tokens={capacity.max_tokens}, the largest {sizes.max()} (in source order; a shuffle makes "
-        "others): their rows would be cut or left out, and the loss not that of padding. Raise max_tokens "
-        f"to {sizes.max()} or more (packs take no more than they need), or lower minibatch_size"
+        f"of max_tokens={capacity.max_tokens}, the largest {sizes.max()}: their rows would "
+        f"be cut or left out, and the loss not that of padding. Raise max_tokens to {sizes.max()} or more "
+        "(packs take no more than they need), or lower minibatch_size"
     ]
 
 
@@ -98,9 +123,17 @@ def _said(rejected: Any) -> str:
     return f"{count} could not be used, the first is {first.location}: {first.reason}"
 
 
+def _left_out(found: Any) -> str:
+    """What the figures leave out though it has tokens."""
+    count = next(row for row in found.rows if row.name == "padding").rows_untrained
+    if not count:
+        return ""
+    return f" ({count:,} row{'s'[: count > 1]} more have nothing to train, or nothing after a cut: left out)"
+
+
 def _print(found: Any, capacities: tuple[int, ...], minibatch_size: int) -> None:
     print(
-        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens; "
+        f"{found.num_examples:,} examples, {found.num_tokens:,} tokens{_left_out(found)}; "
         f"max_tokens {' or '.join(f'{number:,}' for number in capacities)}, "
         f"mini-batches of {minibatch_size}\n"
         f"the tokens alone need {found.volume_packs:,} packs; with whole examples no packer needs fewer than "

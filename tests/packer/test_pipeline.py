@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 from packer import coordinator, pipeline, sources
 from packer.coordinator import Busy, Cancelled, PackingFailed, pack
 from packer.manifest import Manifest, dataset_key, lock_key
-from packer.packing import PackPlan
+from packer.packing import PackPlan, training
 from packer.resolve import resolve
 from packer.runners import Done, InlineRunner, WorkerDied
 from packer.spec import PackingSpec, SpecError, parse_spec
@@ -635,8 +635,8 @@ def test_a_plan_that_breaks_a_rule_is_never_stored(tmp_path: Path, monkeypatch: 
             tokens_dropped=planned.tokens_dropped + 1,
         )
 
-    real = pipeline.plan
-    monkeypatch.setattr(pipeline, "plan", wrong)
+    real = training.plan
+    monkeypatch.setattr(training, "plan", wrong)
     with pytest.raises(PackingFailed, match="do not add up"):
         pack_rows(tmp_path, tokens(3, 4), packing={"max_tokens": 8})
 
@@ -644,13 +644,13 @@ def test_a_plan_that_breaks_a_rule_is_never_stored(tmp_path: Path, monkeypatch: 
 def test_every_packing_option_reaches_the_planner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A field of the spec that the pipeline forgot to hand on would change nothing, silently."""
     seen: dict[str, Any] = {}
-    real = pipeline.plan
+    real = training.plan
 
     def spy(lengths: Any, max_tokens: int, **options: Any) -> PackPlan:
         seen.update(options, max_tokens=max_tokens)
         return real(lengths, max_tokens, **options)
 
-    monkeypatch.setattr(pipeline, "plan", spy)
+    monkeypatch.setattr(training, "plan", spy)
     packed = pack_rows(
         tmp_path, tokens(3, 4, 9), packing={"max_tokens": 8, "truncate_side": "left", "scope": "global"}
     )
@@ -774,3 +774,18 @@ def test_a_minibatch_that_is_too_long_is_told_by_file_and_line(tmp_path: Path, m
     assert "examples 68 to 71 in stream order, from " in text
     assert re.search(r"b\.jsonl, line 19 to .*b\.jsonl, line 22\)", text), text
     assert "with 13 tokens" in text
+
+
+def test_a_report_tells_the_rows_that_a_cut_left_untrained_and_what_to_do(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, -100, 5]},
+        {"input_ids": [1, 2], "labels": [-100, -100]},
+        *tokens(2),
+    ]
+    report = pack_rows(tmp_path, rows, packing={"max_tokens": 4}).report
+    assert (report["rows_untrained"], report["rows_untrained_by_cut"]) == (2, 1)
+    (said,) = [one for one in report["warnings"] if "lost all that they train" in one]
+    assert said.startswith("1 of 3 rows (33%)")
+    assert "7 of 9 tokens (78%) were dropped" in said
+    for lever in ("--max-tokens", "--overlong split", "--truncate-side left"):
+        assert lever in said

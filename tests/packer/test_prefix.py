@@ -16,7 +16,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from packer import prefix
-from packer.measure import token_lengths
+from packer.measure import measure
 from packer.prefix import _SPLITS, next_cut
 from packer.resolve import resolve
 from packer.spec import parse_spec
@@ -173,4 +173,4 @@ def test_an_estimate_measures_whole_texts(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer", Bundle.read(EXAMPLE))
     store = LocalStore(tmp_path / "store")
     job = resolve(parse_spec(spec_of(source, folder, packing={"max_tokens": 64})), store=store)
-    assert [lengths.tolist()[0] > 2000 for lengths in token_lengths(job, store)] == [True]
+    assert [length > 2000 for length in measure(job, store).lengths.tolist()] == [True]
