@@ -83,15 +83,17 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
 
     `minibatches`: what is to be said of rows that were cut or left out under strategy "minibatch", instead.
     """
+    long = f"are longer than max_tokens={max_tokens} and"
+    share = _percent(counters.tokens_dropped, counters.tokens_in)
+    dropped = f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens ({share})"
     said = {
-        "rows_truncated": f"are longer than max_tokens={max_tokens} and were cut: raise it, or split them (--overlong split)",
-        "rows_overlong": f"are longer than max_tokens={max_tokens} and were left out: raise it, or split (--overlong split)",
+        "rows_truncated": f"{long} were cut: raise it, or split them (--overlong split)",
+        "rows_overlong": f"{long} were left out: raise it, or split (--overlong split)",
         "rows_untrained": "have nothing to train, or nothing that is left after a cut: not packed",
         "rows_untrained_by_cut": (
-            f"lost all that they train to a cut at max_tokens={max_tokens}, so {counters.tokens_dropped:,} of "
-            f"{counters.tokens_in:,} tokens ({_percent(counters.tokens_dropped, counters.tokens_in)}) were "
-            "dropped in all: raise packing.max_tokens (--max-tokens), or set packing.overlong to split "
-            "(--overlong split) or packing.truncate_side to left (--truncate-side left)"
+            f"lost all that they train to a cut at max_tokens={max_tokens}, and {dropped} were dropped: "
+            "raise packing.max_tokens (--max-tokens), or set packing.overlong to split (--overlong split) or "
+            "packing.truncate_side to left (--truncate-side left)"
         ),
         "rows_empty": "have no tokens and were left out",
         "rows_rejected": "could not be used and were left out; the report lists the first",
