@@ -49,12 +49,24 @@ def _print_dataset(view: dict[str, Any]) -> None:
     if view["report"]:
         common.print_report(view)
     else:
-        print(f"dataset {view['id']} is {view['state']}: {view['error'] or view['progress']}")
+        print(_unfinished(view))
     print(f"source  {', '.join(spec['source']['paths'])} ({spec['source']['format']}, loss {spec['loss']})")
     print(f"with    tokenizer {tokenizer}, shuffle_seed {spec['shuffle_seed']}")
     options = ", ".join(f"{name} {value}" for name, value in spec["packing"].items() if value is not None)
     print(f"packing {options}")
     _print_packs(view.get("packs", []))
+
+
+def _unfinished(view: dict[str, Any]) -> str:
+    """What there is to say of a dataset without a report."""
+    at, error = view["progress"], view["error"]
+    if error:
+        field = f"{error['field']}: " if error.get("field") else ""
+        return f"dataset {view['id']} {view['state']}: {field}{error.get('detail', error.get('title'))}"
+    return (
+        f"dataset {view['id']} is {view['state']}: {at['partitions_committed']} of "
+        f"{at['num_partitions'] or 'unknown'} partitions, {at['num_packs']:,} packs"
+    )
 
 
 def _packs(data: bytes, count: int, name: str) -> Iterator[dict[str, Any]]:

@@ -138,6 +138,23 @@ def _pack_at_service(args: argparse.Namespace, document: dict[str, Any]) -> dict
     view = common.request(args, "POST", "/v1/datasets", document)
     if view["state"] == "queued" and sys.stderr.isatty():
         print("queued: a service that has just started waits for its workers first", file=sys.stderr)
+    try:
+        view = _packed(args, view)
+    except KeyboardInterrupt:
+        raise CommandError(
+            f"stopped waiting; the service goes on packing dataset {view['id']}. `padfree inspect "
+            f"{view['id']} --url {args.url}` shows how far it is, `padfree datasets --url {args.url} "
+            f"--remove {view['id']}` cancels and removes it",
+            status=130,
+        ) from None
+    if view["state"] != "ready":
+        reason = (view.get("error") or {}).get("detail", view["state"])
+        raise CommandError(f"dataset {view['id']} {view['state']}: {reason}")
+    return view
+
+
+def _packed(args: argparse.Namespace, view: dict[str, Any]) -> dict[str, Any]:
+    """The view of a dataset once the service does not pack it any more."""
     with _Progress(quiet=args.json) as progress:
         while view["state"] in ("queued", "packing"):
             at = view["progress"]
@@ -146,9 +163,6 @@ def _pack_at_service(args: argparse.Namespace, document: dict[str, Any]) -> dict
             # The service may be restarted meanwhile: it goes on with what is packed.
             view = common.request(args, "GET", f"/v1/datasets/{view['id']}", patience_s=60.0)
         progress.show(view["progress"]["partitions_committed"], view["progress"]["num_partitions"])
-    if view["state"] != "ready":
-        reason = (view.get("error") or {}).get("detail", view["state"])
-        raise CommandError(f"dataset {view['id']} {view['state']}: {reason}")
     return view
 
 
