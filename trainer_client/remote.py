@@ -31,7 +31,7 @@ from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
 from trainer_client.portion import Portion
-from trainer_client.transport import Received, Request, RequestIds, capacities_of, decode
+from trainer_client.transport import Received, Request, RequestIds, capacities_of, decode, query_of
 
 _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
@@ -105,7 +105,7 @@ class HttpTransport:
         return self._view().get("spec") or {}
 
     def idle_shares(self, split: Split, epoch: int, max_steps: int) -> dict[str, float]:
-        query = {**_query(Request(split=split, epoch=epoch)), "max_steps": max_steps}
+        query = {**query_of(Request(split=split, epoch=epoch)), "max_steps": max_steps}
         names = ("world_size", "packs_per_step", "epoch", "shuffle_seed", "tail", "max_steps")
         wanted = {name: query[name] for name in names if name in query}
         return self._ask(f"/balance?{urlencode(wanted)}")["idle_share"]
@@ -228,7 +228,7 @@ class HttpTransport:
         return kind(self._parts.hostname or "", self._parts.port, timeout=timeout_s)
 
     def _open(self, request: Request) -> http.client.HTTPResponse:
-        target = f"{self._path}/stream?{urlencode(_query(request))}"
+        target = f"{self._path}/stream?{urlencode(query_of(request))}"
         kept = self._connection is not None
         try:
             if self._connection is None:
@@ -349,27 +349,6 @@ class HttpTransport:
         field = f" ({problem['field']})" if problem.get("field") else ""
         hint = "" if problem else "; is this the url of a padfree service?"
         return StreamRefused(f"{self._url} answered {response.status}{field}: {detail}{hint}")
-
-
-def _query(request: Request) -> dict[str, Any]:
-    split = request.split
-    query: dict[str, Any] = {
-        "rank": split.rank,
-        "world_size": split.world_size,
-        "packs_per_step": split.packs_per_step,
-        "epoch": request.epoch,
-        "start": request.start,
-        "offset": request.offset,
-        "tail": split.tail,
-        "batches": "pack",
-    }
-    if request.stride != 1:
-        query["stride"] = request.stride
-    if split.balance != "none":
-        query["balance"] = split.balance
-    given = {"shuffle_seed": split.shuffle_seed, "max_steps": request.max_steps}
-    given["micro_step"] = request.micro_step or None
-    return query | {name: value for name, value in given.items() if value is not None}
 
 
 def _header_size(prefix: memoryview) -> int:

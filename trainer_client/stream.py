@@ -59,8 +59,7 @@ class PackedStream:
 
     source: the url of a padfree service, or a store: a folder or s3:// (no server needed). While the
         dataset is still being packed, the stream follows it.
-    dataset: its id; or the beginning of the id (4 digits or more) or its name, where that is of one alone:
-        then the source is asked at once, and `stream.dataset` is the id.
+    dataset: its id; or the beginning of the id (4 digits or more) or its name, where that is of one alone.
     rank, world_size, packs_per_step: a step takes world_size x packs_per_step packs; this rank gets its
         packs_per_step of them as one batch. All ranks take the same number of steps. Rank 0 of 1 where they
         are not given, with a warning where RANK and WORLD_SIZE (torchrun) say otherwise.
@@ -72,8 +71,7 @@ class PackedStream:
         resumed gives nothing more. Iterating once more over a stream that came to its end here goes on
         for as many epochs again, so with epochs=1 each `for` is an epoch, in its own order. None: no end.
     shuffle_seed: order of epochs 1, 2, …; epoch 0 is the order of packing. None: every epoch is.
-    tail: "drop" leaves out the last packs that do not fill a step, "pad" fills it up with packs that
-        train nothing.
+    tail: "drop" leaves out the last packs that fill no step, "pad" adds packs that train nothing.
     balance: "attention" gives each rank of a step packs of about the same cost for attention and the rest
         of the model, the same packs a step as "none" does.
     segment_multiple: pads every segment to a multiple with tokens that train nothing, for context parallelism
@@ -81,8 +79,7 @@ class PackedStream:
         by less than that many tokens a segment. No part of the state.
     prefetch_steps, prefetch_bytes: how far a thread reads ahead (at least one step).
     device: where batches shall be when they are taken; on CUDA they travel beside the training.
-    token: for a service with PADFREE_TOKENS.
-    timeout_s: after so long without a step an error instead of another try.
+    token: for a service with PADFREE_TOKENS. timeout_s: without a step so long it is an error.
     report_s: how often a service is told how long the loop waited for data, for its /metrics; None: never.
 
     A dataset of strategy "step" says itself how many packs an optimiser step has; packs_per_step,

@@ -200,3 +200,25 @@ def open_transport(
             f"source: an http(s) url, or a store's folder or s3:// url is required, found {str(source)!r}"
         )
     return FolderTransport(source, dataset, timeout_s=timeout_s)
+
+
+def query_of(request: Request) -> dict[str, Any]:
+    """The query of GET /v1/datasets/{id}/stream."""
+    split = request.split
+    query: dict[str, Any] = {
+        "rank": split.rank,
+        "world_size": split.world_size,
+        "packs_per_step": split.packs_per_step,
+        "epoch": request.epoch,
+        "start": request.start,
+        "offset": request.offset,
+        "tail": split.tail,
+        "batches": "pack",
+    }
+    if request.stride != 1:
+        query["stride"] = request.stride
+    if split.balance != "none":
+        query["balance"] = split.balance
+    given = {"shuffle_seed": split.shuffle_seed, "max_steps": request.max_steps}
+    given["micro_step"] = request.micro_step or None
+    return query | {name: value for name, value in given.items() if value is not None}

@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from packer.manifest import Manifest, ManifestError, commit_key, read_commit, sh
 from packer.order import permute
 from packer.report import total
 from packer.shard import PADDING_ID, Pack, decode_message, iter_boundaries, verify_message
+from packer.sources.copies import read_well
 from packer.sources.packed import damaged, finished, gone, reading
 from packer.sources.streams import spool_key
 from packer.sources.values import (
@@ -43,7 +43,6 @@ from packer.store import Store, StoreError, not_written
 _TOKEN_BYTES = 4  # what a token counts as where partitions are measured by text
 _POOL_TOKENS = 1 << 22  # of packs that are decoded at once
 _SCAN_SEGMENTS = 1 << 20
-T = TypeVar("T")
 
 # Where a segment lies: its shard (partition and number of the source), the message of its pack (bytes in the
 # shard) and its tokens there. length 0: the example has no segment.
@@ -181,7 +180,7 @@ def _segments(input: InputFile, store: Store, num_commits: int, num_examples: in
         for shard in commit.shards:
             rows = commit.rows[commit.rows["shard"] == shard.index]
             with reading(input, shard.key):
-                _, boundaries = _read_well(store, shard.key, _boundaries, sha256=shard.sha256)
+                _, boundaries = read_well(store, shard.key, _boundaries, sha256=shard.sha256)
             if len(boundaries) != len(rows):
                 raise damaged(input, shard.key, f"{len(boundaries)} packs, its index lists {len(rows)}")
             found = _of_shard(rows, boundaries)
@@ -296,7 +295,7 @@ def first_segments(input: InputFile, *, store: Store, at_least: int) -> Segments
         key = manifest.shards[int(row["shard"])].key
         with reading(input, key):
             begin, size = int(row["offset"]), int(row["header_bytes"]) + int(row["body_bytes"])
-            _, pack = _read_well(store, key, functools.partial(_decoded, begin=begin, size=size))
+            _, pack = read_well(store, key, functools.partial(_decoded, begin=begin, size=size))
         packs.append(pack)
         real = pack.example_ids != PADDING_ID
         mine = np.zeros(int(real.sum()), SEGMENT)
@@ -363,7 +362,7 @@ def _pools(
         with reading(input, key):
             begin, size = int(row["offset"]), int(row["num_bytes"])
             read = functools.partial(_decoded, begin=begin, size=size)
-            data, pack = _read_well(store, key, read, data=data if opened == key else None)
+            data, pack = read_well(store, key, read, data=data if opened == key else None)
             opened = key
         if not _holds(pack, segments[first:stop]):
             raise damaged(input, key, f"the pack at byte {begin} has other segments than its boundaries said")
@@ -374,28 +373,6 @@ def _pools(
         if held >= _POOL_TOKENS or stop == len(segments):
             yield slice(low, stop), packs, np.repeat(np.array(begins, np.int64), counts)
             packs, begins, counts, held, low = [], [], [], 0, stop
-
-
-def _read_well(
-    store: Store,
-    key: str,
-    read: Callable[[memoryview], T],
-    *,
-    data: memoryview | None = None,
-    sha256: str | None = None,
-) -> tuple[memoryview, T]:
-    """(a shard's bytes, what `read` makes of them); where they are a damaged copy, of another copy.
-
-    data: the bytes, where they are open already. Raises as `read` does.
-    """
-    try:
-        found = store.map(key, sha256=sha256) if data is None else data
-        return found, read(found)
-    except ValueError:  # ShardError is one; so is that an empty file cannot be mapped
-        if not store.drop_copy(key, sha256=sha256):
-            raise
-    found = store.map(key, sha256=sha256)
-    return found, read(found)
 
 
 def _boundaries(data: memoryview) -> list[tuple[np.ndarray, np.ndarray]]:
