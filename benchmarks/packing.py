@@ -19,6 +19,7 @@ timed). Prints Markdown.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import resource
@@ -232,8 +233,9 @@ class Bench:
         process = self.running[name]
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([self.path, capacity]) + "\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # told below
+            process.stdin.write(json.dumps([self.path, capacity]) + "\n")
+            process.stdin.flush()
         found: dict[str, Any] = {"missing": f"its process ended with {process.poll()}"}
         for line in process.stdout:  # libraries may print too
             if line.startswith("{"):
