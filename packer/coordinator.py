@@ -107,17 +107,39 @@ def pack(
             raise _fail(job, store, error) from error
         _require_lock(job, store)
         retries = indexing.retries + window.retries
-        return _finish(job, store, manifest, time.monotonic() - started, retries)
+        return _finish(job, store, manifest, len(partitions), time.monotonic() - started, retries)
 
 
 def _require_same_cut(job: Job, manifest: Manifest, num_partitions: int) -> None:
     """Raise PackingFailed where what is committed is of other partitions: rows would be lost or doubled."""
-    begun = (manifest.read_json("plan.json") or {}).get("num_partitions", num_partitions)
-    if manifest.num_commits and begun != num_partitions:
+    plan, again = manifest.read_json("plan.json"), "delete it and post its spec again"
+    if plan is None and manifest.num_commits:
         raise PackingFailed(
-            f"dataset {job.dataset} was begun by another release, which cut its source into {begun} "
-            f"partitions, this one into {num_partitions}: delete it and post its spec again"
+            f"dataset {job.dataset} has {manifest.num_commits} committed partitions, but no plan.json, which "
+            f"is required to know how its source was cut: {again}"
         )
+    if plan is not None and manifest.num_commits and plan["num_partitions"] != num_partitions:
+        raise PackingFailed(
+            f"dataset {job.dataset} was begun by another release, which cut its source into "
+            f"{plan['num_partitions']} partitions, this one into {num_partitions}: {again}"
+        )
+    _require_no_more(job, manifest, num_partitions)
+
+
+def _require_no_more(job: Job, manifest: Manifest, num_partitions: int) -> None:
+    """Raise PackingFailed where more is committed than the source has: rows of something else, then."""
+    if manifest.num_commits > num_partitions:
+        raise PackingFailed(
+            f"dataset {job.dataset} has {manifest.num_commits} committed partitions, and its source is cut "
+            f"into {num_partitions}, so at most as many are required: what is too much was written by "
+            "something else; delete it and post its spec again"
+        )
+
+
+def _require_work(running: dict[int, int], window: Window) -> None:
+    """Raise RuntimeError where nothing runs before the window is done: it would be waited for without end."""
+    if not running:
+        raise RuntimeError(f"nothing runs, and {window.committed} of {window.total} are done")
 
 
 def _partitions(
@@ -133,6 +155,7 @@ def _partitions(
         for number in window.to_start():
             one, key = job.inputs[number], f"{work_key}/{number}"
             running[tasks.submit(_index, one, store, key, shuffled, fields)] = number
+        _require_work(running, window)
         for done in tasks.wait(1.0):
             number = running.pop(done.task)
             path = job.inputs[number].path
@@ -179,6 +202,7 @@ def _run(
                 task = tasks.submit(_pack_one, job, number, partitions[number], store)
                 log.debug("partition %d is handed out", number)
             running[task] = number
+        _require_work(running, window)
         for done in tasks.wait(0.5):
             number = running.pop(done.task)
             done_by[number] = done
@@ -268,8 +292,14 @@ def _stop_if(cancel: threading.Event | None) -> None:
         raise Cancelled("packing was asked to stop")
 
 
-def _finish(job: Job, store: Store, manifest: Manifest, seconds: float, retries: int) -> dict[str, Any]:
+def _finish(
+    job: Job, store: Store, manifest: Manifest, num_partitions: int, seconds: float, retries: int
+) -> dict[str, Any]:
     manifest.refresh()
+    try:
+        _require_no_more(job, manifest, num_partitions)
+    except PackingFailed as error:
+        raise _fail(job, store, error) from error
     counters = total(manifest.counters)
     if not counters.num_packs and counters.rows_untrained and not counters.rows_overlong:
         raise _fail(

@@ -14,7 +14,8 @@ class Window:
 
     At most `size` partitions are out or waiting at any time, so a slow one holds back the rest: that
     is the back-pressure. A failure counts only when all before it are committed, so that the same
-    input always fails for the same reason.
+    input always fails for the same reason. Raises ValueError for more that is committed than there is, and
+    for no room where there is work: neither would ever be done.
     """
 
     total: int
@@ -28,6 +29,10 @@ class Window:
     retries: int = 0
 
     def __post_init__(self) -> None:
+        if self.committed > self.total:
+            raise ValueError(f"at most {self.total} committed are required, found {self.committed}")
+        if self.size < min(1, self.total):
+            raise ValueError(f"room for one at least is required, found {self.size}")
         self._handed_out = self.committed
 
     @property

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from packer import coordinator
-from packer.manifest import Commit, Manifest, Shard, dataset_key, shard_key, shard_rows, write_commit
+from packer.manifest import (
+    Commit,
+    Manifest,
+    Shard,
+    dataset_key,
+    lock_key,
+    shard_key,
+    shard_rows,
+    write_commit,
+)
 from packer.report import Counters
 from packer.resolve import resolve
 from packer.runners import InlineRunner
@@ -53,18 +64,18 @@ def real_packs(max_tokens: int) -> list[Pack]:
 def build(root: Path, num_packs: int, *, times: int = 1) -> tuple[str, int, int]:
     """A finished dataset of `num_packs` full packs: the real ones, again and again. Its shards are listed
     `times` times. Returns its id, the bytes of its shards and its tokens, each as often as it is listed."""
-    store, dataset = LocalStore(root), _start(root, f"{num_packs} full packs, {times} times")
-    real = real_packs(MAX_TOKENS)
+    store, real = LocalStore(root), real_packs(MAX_TOKENS)
     firsts = range(0, num_packs, PACKS_PER_SHARD)
     stops = [min(first + PACKS_PER_SHARD, num_packs) for first in firsts]
-    shards = [
-        encode_shard([real[i % len(real)] for i in range(first, stop)], dataset)
-        for first, stop in zip(firsts, stops, strict=True)
-    ]
-    for partition in range(times * len(shards)):
-        number = partition % len(shards)
-        _commit(store, dataset, partition, *shards[number], key=shard_key(dataset, number, 0))
-    _finish(store, dataset, times * len(shards), times * num_packs)
+    with _new(store, f"{num_packs} full packs, {times} times") as dataset:
+        shards = [
+            encode_shard([real[i % len(real)] for i in range(first, stop)], dataset)
+            for first, stop in zip(firsts, stops, strict=True)
+        ]
+        for partition in range(times * len(shards)):
+            number = partition % len(shards)
+            _commit(store, dataset, partition, *shards[number], key=shard_key(dataset, number, 0))
+        _finish(store, dataset, times * len(shards), times * num_packs)
     num_bytes = sum(len(data) for data, _ in shards)
     num_tokens = sum(int(index["num_tokens"].sum()) for _, index in shards)
     return dataset, times * num_bytes, times * num_tokens
@@ -72,17 +83,19 @@ def build(root: Path, num_packs: int, *, times: int = 1) -> tuple[str, int, int]
 
 def build_many(root: Path, num_packs: int) -> str:
     """A finished dataset of very many small packs: one shard, listed again and again."""
-    store, dataset = LocalStore(root), _start(root, f"{num_packs} small packs")
-    real = real_packs(512)
-    encoded = encode_shard([real[index % len(real)] for index in range(1000)], dataset)
-    commits = num_packs // 1000
-    for partition in range(commits):
-        _commit(store, dataset, partition, *encoded, key=shard_key(dataset, 0, 0))
-    _finish(store, dataset, commits, num_packs)
+    store, real = LocalStore(root), real_packs(512)
+    with _new(store, f"{num_packs} small packs") as dataset:
+        encoded = encode_shard([real[index % len(real)] for index in range(1000)], dataset)
+        commits = num_packs // 1000
+        for partition in range(commits):
+            _commit(store, dataset, partition, *encoded, key=shard_key(dataset, 0, 0))
+        _finish(store, dataset, commits, num_packs)
     return dataset
 
 
-def _start(root: Path, what: str) -> str:
+@contextlib.contextmanager
+def _new(store: LocalStore, what: str) -> Iterator[str]:
+    """A dataset to be filled and finished; its lock is held meanwhile, or a service would pack it."""
     dataset = hashlib.sha256(what.encode()).hexdigest()[:32]
     spec = Spec(
         name=what,
@@ -91,8 +104,11 @@ def _start(root: Path, what: str) -> str:
         packing=PackingSpec(max_tokens=MAX_TOKENS),
     )
     job = Job(dataset=dataset, spec=spec, inputs=(), tokenizer_digest="")
-    LocalStore(root).put(dataset_key(dataset, "spec.json"), canonical_json(job_to_document(job)))
-    return dataset
+    with store.lock(lock_key(dataset)) as mine:
+        if not mine:
+            raise RuntimeError(f"dataset {dataset} is being made by another process")
+        store.put(dataset_key(dataset, "spec.json"), canonical_json(job_to_document(job)))
+        yield dataset
 
 
 def _commit(

@@ -45,6 +45,7 @@ class _InlineTasks:
 
     def wait(self, timeout_s: float) -> list[Done]:  # runs the next, however long
         if not self._queue:
+            time.sleep(timeout_s)  # nobody who waits is to spin
             return []
         task, context, function, args = self._queue.popleft()
         since = time.monotonic()

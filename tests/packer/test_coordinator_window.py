@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,3 +72,10 @@ def test_a_partition_that_always_kills_its_worker_fails_after_its_tries() -> Non
     assert not window.stumbled(0, RuntimeError("killed"))
     assert window.to_commit() == []
     assert str(window.failure()) == "killed"
+
+
+@pytest.mark.parametrize("wrong", [{"committed": 3}, {"size": 0}])
+def test_a_window_that_would_never_be_done_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="required, found"):
+        Window(**{"total": 2, "size": 2, **wrong})
+    Window(total=0, size=0)  # nothing to do is done

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -57,6 +58,16 @@ def test_inline_runs_in_order_and_hands_errors_on() -> None:
         assert failed.task == second
         assert isinstance(failed.error, ValueError)
         assert tasks.wait(0) == []
+
+
+@pytest.mark.parametrize("name", ["inline", "ray"])
+def test_who_waits_for_nothing_waits_and_does_not_spin(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = importlib.import_module(f"packer.runners.{name}")
+    tasks = runners._InlineTasks() if name == "inline" else runners._RayTasks()
+    waited: list[float] = []
+    monkeypatch.setattr(runners.time, "sleep", waited.append)
+    assert tasks.wait(0.5) == []
+    assert waited == [0.5]
 
 
 @pytest.fixture
