@@ -48,6 +48,7 @@ class PackedDataset(IterableDataset):
         # Of the running iteration, in a worker: where it began and how many steps this worker gave.
         self._began: dict[str, Any] | None = None
         self._num_given = 0
+        self._is_under_way = False
 
     def loader(self, **options: Any) -> DataLoader:
         """A DataLoader over this dataset, one batch at a time, that keeps the dataset where the loop is, and
@@ -97,16 +98,23 @@ class PackedDataset(IterableDataset):
 
     def _lane(self, worker: int, num_workers: int) -> Iterator[PackedBatch]:
         self._refuse_workers(num_workers)
+        if self._is_under_way:
+            raise RuntimeError(
+                "the last iteration was broken off, and persistent workers have read on since, nobody knows "
+                "how far: their batches would be lost; iterate by PackedDataset.loader(), or use "
+                "persistent_workers=False"
+            )
         if self._began is None:
             self._stream._go_on()
             self._began = self._stream.state_dict()
         self._stream.load_state_dict({name: self._began[name] for name in self._began if name != "lane"})
         self._stream._lane = Lane(index=worker, count=num_workers, skip=self._num_given)
         self._began["lane"] = {"worker": worker, "num_workers": num_workers}
+        self._is_under_way = True
         for batch in self._stream:
             self._num_given += 1
             yield batch
-        self._began, self._num_given = None, 0
+        self._began, self._num_given, self._is_under_way = None, 0, False
 
     def __len__(self) -> int:
         return len(self._stream)
@@ -127,6 +135,7 @@ class PackedDataset(IterableDataset):
         """Go on where `state` was taken. Raises StateMismatch as PackedStream does, and where a worker's
         state is loaded with another number of workers."""
         lane = state.get("lane")
+        self._is_under_way = False
         if lane is None:
             self._began, self._num_given = None, 0
             self._stream.load_state_dict(state)
@@ -167,22 +176,27 @@ class _Loader(DataLoader):
     """Hands out the items, and keeps the main process's stream where the loop is."""
 
     _is_accelerate_prepared = True
-    _is_read_ahead = False  # persistent workers were left within an iteration
+    _workers_at: Any = None  # where persistent workers go on by themselves; None: where the loop is not
 
     def __iter__(self) -> Iterator[Any]:
         stream = self.dataset.packed.stream
-        if self._is_read_ahead:
-            raise RuntimeError(
-                "the last iteration was broken off, and persistent workers have read on since: their batches "
-                "would be lost; use persistent_workers=False"
-            )
         if self.num_workers:
             stream._go_on()
-        self._is_read_ahead = self.persistent_workers
+        if self._iterator is not None and self._workers_at != _place(stream):
+            # Broken off, or another state, epoch or skip: persistent workers know nothing of it, new ones do.
+            self._iterator._shutdown_workers()
+            self._iterator = None
+        self._workers_at = None
         for item, state in super().__iter__():
             if self.num_workers:
                 stream._follow(state)
             yield item
         if self.num_workers:
             stream._came_to_the_end()
-        self._is_read_ahead = False
+            self._workers_at = _place(stream)
+
+
+def _place(stream: PackedStream) -> Any:
+    """What decides which batches are next, for an iteration that begins now."""
+    term = stream._term.with_epoch(stream._cursor.epoch) if stream._ended else stream._term
+    return stream._cursor, stream._skips, term

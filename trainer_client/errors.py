@@ -16,9 +16,24 @@ retried inside and never reaches the training loop, unless it lasts longer than 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ClientError(Exception):
-    """Root of the tree."""
+    """Root of the tree. Travels between processes with its text and its fields.
+
+    Each can be made of a text alone: so torch makes a worker's error anew in the main process. The fields
+    that a class has besides then say nothing.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), str(self), self.__dict__)
+
+
+def _again(kind: type[ClientError], text: str, fields: dict[str, Any]) -> ClientError:
+    error = kind.__new__(kind, text)
+    error.__dict__.update(fields)
+    return error
 
 
 class UnknownDataset(ClientError, LookupError):
@@ -28,22 +43,24 @@ class UnknownDataset(ClientError, LookupError):
 class DatasetFailed(ClientError):
     """Packing the dataset failed or was cancelled: no more packs will come."""
 
-    def __init__(self, dataset: str, reason: str) -> None:
-        super().__init__(f"packing of dataset {dataset} stopped: {reason}")
-        self.dataset = dataset
-        self.reason = reason
+    def __init__(self, dataset: str, reason: str | None = None) -> None:
+        super().__init__(dataset if reason is None else f"packing of dataset {dataset} stopped: {reason}")
+        self.dataset = "" if reason is None else dataset
+        self.reason = dataset if reason is None else reason
 
 
 class DatasetTooSmall(ClientError, ValueError):
     """A finished dataset has fewer packs than one step takes, and tail="drop" leaves out short steps."""
 
-    def __init__(self, dataset: str, *, num_packs: int, packs_needed: int) -> None:
-        super().__init__(
+    def __init__(self, dataset: str, *, num_packs: int = -1, packs_needed: int = -1) -> None:
+        text = (
             f"a step takes {packs_needed} packs (world_size x packs_per_step x micro_batches), but dataset "
             f"{dataset} has only {num_packs}: there would be no step at all; use a smaller packs_per_step, "
             'or tail="pad"'
         )
-        self.dataset = dataset
+        is_told = num_packs >= 0
+        super().__init__(text if is_told else dataset)
+        self.dataset = dataset if is_told else ""
         self.num_packs = num_packs
         self.packs_needed = packs_needed
 
@@ -51,9 +68,10 @@ class DatasetTooSmall(ClientError, ValueError):
 class StateMismatch(ClientError, ValueError):
     """A state that does not belong to this stream. `wanted` is the stream's value, `found` the state's."""
 
-    def __init__(self, what: str, *, wanted: object, found: object, hint: str) -> None:
-        super().__init__(f"this stream has {what} {wanted}, the state was saved with {what} {found}; {hint}")
-        self.what = what
+    def __init__(self, what: str, *, wanted: object = None, found: object = None, hint: str = "") -> None:
+        text = f"this stream has {what} {wanted}, the state was saved with {what} {found}; {hint}"
+        super().__init__(text if hint else what)
+        self.what = what if hint else ""
         self.wanted = wanted
         self.found = found
         self.hint = hint

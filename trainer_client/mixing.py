@@ -128,8 +128,14 @@ class MixedStream:
         is_empty = True
         while True:
             drawn: list[tuple[int, PackedBatch]] = []
-            while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
-                drawn.append(one)
+            before = self._state()
+            try:
+                while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
+                    drawn.append(one)
+            except BaseException:
+                if drawn:  # in no batch yet: who goes on behind this error must get them
+                    self.load_state_dict(before)
+                raise
             if drawn:
                 yield self._mixed(drawn)
             if iteration != self._iteration:

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 import torch.utils.data
 from fake_service import FakeService
-from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
+from packs import (
+    build_dataset,
+    commit_partition,
+    fail_dataset,
+    finish_dataset,
+    numbered_packs,
+    start_dataset,
+)
 from torch.utils.data import DataLoader, get_worker_info
 
-from trainer_client import PackedDataset, PackedStream, StateMismatch
+from trainer_client import DatasetFailed, PackedDataset, PackedStream, StateMismatch
 
 
 def loader(dataset: PackedDataset, num_workers: int, **options: Any) -> DataLoader:
@@ -161,9 +168,53 @@ def test_its_own_loader_with_persistent_workers(tmp_path: Path) -> None:
     whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=2))
     assert taken(batches) + taken(batches) == whole[:6] + whole[7:]
     assert packed.state_dict()["epoch"] == 2
-    next(iter(batches))
-    with pytest.raises(RuntimeError, match="broken off"):
+
+
+def test_its_own_loader_with_persistent_workers_goes_where_the_stream_is_put(tmp_path: Path) -> None:
+    """Broken off, set to an epoch, given a state, told to skip: workers that stay know nothing of that."""
+    dataset = build_dataset(tmp_path, numbered_packs(20), packs_per_shard=6)
+    whole = taken(PackedStream(tmp_path, dataset=dataset, epochs=6))
+    packed = PackedDataset(tmp_path, dataset=dataset)
+    batches = packed.loader(num_workers=2, persistent_workers=True)
+    assert taken(itertools.islice(batches, 5)) + taken(batches) == whole[:20]
+    stayed = [worker.pid for worker in batches._iterator._workers]
+    packed.set_epoch(1)  # where they go on anyway
+    assert taken(batches) == whole[20:40]
+    assert [worker.pid for worker in batches._iterator._workers] == stayed
+    packed.set_epoch(3)
+    assert taken(batches) == whole[60:80]
+    packed.stream.skip([2])
+    assert taken(batches) == whole[80:82] + whole[83:100]
+    state = packed.state_dict()
+    packed.load_state_dict({**state, "epoch": 1, "packs": 4, "step": 4, "until_epoch": 2, "skip": []})
+    assert taken(batches) == whole[24:40]
+    packed.load_state_dict(packed.state_dict())  # of a run that came to its end
+    assert taken(batches) == []
+    assert taken(batches) == whole[40:60]
+
+
+def test_persistent_workers_of_another_loader_that_was_broken_off_lose_nothing_in_silence(
+    tmp_path: Path,
+) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(20), packs_per_shard=6)
+    batches = loader(PackedDataset(tmp_path, dataset=dataset), 2, persistent_workers=True)
+    assert taken(itertools.islice(batches, 5)) == list(range(5))
+    with pytest.raises(RuntimeError, match=r"broken off.*PackedDataset.loader\(\)"):
         next(iter(batches))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_failed_dataset_ends_every_worker_with_the_reason(source: str, tmp_path: Path, own: bool) -> None:
+    dataset = start_dataset(tmp_path, identity="failing")
+    commit_partition(tmp_path, dataset, 0, numbered_packs(5), packs_per_shard=3)
+    each = [PackedDataset(source, dataset=dataset) for _ in range(2)]
+    started = [iter(packed.loader(num_workers=2) if own else loader(packed, 2)) for packed in each]
+    for batches in started:
+        assert taken(itertools.islice(batches, 5)) == list(range(5))
+    fail_dataset(tmp_path, dataset, detail="rows.jsonl, line 7: not JSON")
+    for batches in started:
+        with pytest.raises(DatasetFailed, match=r"rows\.jsonl, line 7: not JSON"):
+            next(batches)
 
 
 def test_transform_is_applied_to_each_batch(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import build_dataset, build_step_dataset, numbered_packs
 
-from trainer_client import MixedStream, PackedStream, StateMismatch
+from trainer_client import MixedStream, PackedStream, StateMismatch, StreamTimeout
 
 
 def lengths_of(root: Path, sizes: dict[str, tuple[int, int]]) -> dict[str, str]:
@@ -142,6 +142,37 @@ def test_a_resumed_run_is_the_undisturbed_one(
             state = json.loads(json.dumps(stream.state_dict()))
             stream.close()
         assert seen == whole  # nothing more where it had come to its end before
+
+
+@pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
+def test_an_error_loses_nothing_that_was_drawn_for_the_same_batch(
+    tmp_path: Path, until: Any, monkeypatch: Any
+) -> None:
+    """Whoever goes on behind it, by iterating again or by a state, gets what the undisturbed run got."""
+    datasets = lengths_of(tmp_path, {"a": (5, 5), "b": (21, 7)})
+    how: dict[str, Any] = {"weights": [1, 2], "batches_per_step": 4, "until": until}
+    whole = [told(batch) for batch in mixed(tmp_path, datasets, **how)]
+    draw, calls = MixedStream._draw, itertools.count(1)
+
+    def drawing(stream: MixedStream, *args: Any) -> Any:
+        if next(calls) % 7 == 0:  # each time with another number drawn before
+            raise StreamTimeout("nothing came")
+        return draw(stream, *args)
+
+    monkeypatch.setattr(MixedStream, "_draw", drawing)
+    stream = mixed(tmp_path, datasets, **how)
+    seen, num_errors = [], 0
+    while len(seen) < len(whole):
+        try:
+            seen.extend(told(batch) for batch in stream)
+        except StreamTimeout:
+            num_errors += 1
+            if num_errors % 2:
+                state = json.loads(json.dumps(stream.state_dict()))
+                stream = mixed(tmp_path, datasets, **how)
+                stream.load_state_dict(state)
+    assert seen == whole
+    assert num_errors >= 2
 
 
 @pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
