@@ -175,6 +175,7 @@ class _WithStates(IterableDataset):
 class _Loader(DataLoader):
     """Hands out the items, and keeps the main process's stream where the loop is."""
 
+    _iterator: Any  # DataLoader's own, of persistent workers
     _is_accelerate_prepared = True
     _workers_at: Any = None  # where persistent workers go on by themselves; None: where the loop is not
 
