@@ -6,6 +6,7 @@ Errors: PackingFailed (told in failed.json too), Busy, Cancelled.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -68,15 +69,15 @@ def pack(
         manifest = Manifest(store, job.dataset)
         try:
             manifest.refresh()
+            if manifest.finished is not None:
+                return manifest.finished["report"]
+            _begin(job, store)
         except ManifestError as error:
             raise _fail(job, store, error) from error
-        if manifest.finished is not None:
-            return manifest.finished["report"]
-        store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
-        if not read_origin(store, job.dataset):
-            write_origin(store, job.dataset)
-        store.delete(f"{key}/failed.json")
-        store.sweep(key)
+        except StoreError as error:
+            if not error.is_lasting:  # else trying again would never go better
+                raise
+            raise _fail(job, store, error) from error
         try:
             with runner.open() as tasks:
                 indexing = Window(total=len(job.inputs), size=len(job.inputs))
@@ -108,6 +109,16 @@ def pack(
         _require_lock(job, store)
         retries = indexing.retries + window.retries
         return _finish(job, store, manifest, len(partitions), time.monotonic() - started, retries)
+
+
+def _begin(job: Job, store: Store) -> None:
+    """Write down what is to be done, and remove what tells of earlier tries."""
+    key = dataset_key(job.dataset)
+    store.put(f"{key}/spec.json", canonical_json(job_to_document(job)))
+    if not read_origin(store, job.dataset):
+        write_origin(store, job.dataset)
+    store.delete(f"{key}/failed.json")
+    store.sweep(key)
 
 
 def _require_same_cut(job: Job, manifest: Manifest, num_partitions: int) -> None:
@@ -337,9 +348,13 @@ def _fail(job: Job, store: Store, error: Exception) -> PackingFailed:
     """Write down why packing stopped, and give the error to raise."""
     told = isinstance(error, ValueError | OSError | WorkerDied | PackingFailed)
     detail = str(error) if told else f"unexpected {type(error).__name__}: {error}"
+    if isinstance(error, ManifestError):  # services tell it to whoever asks
+        log.error("packing %s: %s", job.dataset, error)
+        detail = error.shown
     if not told:
         log.error("packing %s: %s", job.dataset, "".join(traceback.format_exception(error)))
-    _remove_uncommitted(job, store)  # first: on a full disk that makes the room to say so
+    with contextlib.suppress(StoreError):  # then they stay: of no use, and of no harm
+        _remove_uncommitted(job, store)  # first: on a full disk that makes the room to say so
     document = {"title": type(error).__name__, "detail": detail, "field": getattr(error, "field", None)}
     try:
         store.put(dataset_key(job.dataset, "failed.json"), json.dumps(document).encode())

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from packer.order import step_sizes
 from packer.shard import ROW_INDEX
-from packer.store import Store
+from packer.store import Store, StoreError
 
 # The row index of a dataset: `shard`, and the optimiser step of the pack under strategy "step" (else -1).
 ROWS = np.dtype([("shard", "<i4"), ("step", "<i8"), *ROW_INDEX.descr])
@@ -31,16 +31,20 @@ _COLUMNS = [(name, ROWS[name]) for name in ROWS.names or ()]
 ORIGIN = "origin.json"  # when a dataset was first asked for, and by which request; nothing depends on it
 
 # What each of a dataset's JSON files holds at least.
-_NEEDED = {
-    "spec.json": ("dataset", "spec", "inputs"),
-    "plan.json": ("num_partitions",),
-    "finished.json": ("num_partitions", "report"),
-    "failed.json": ("detail",),
+_NEEDED: dict[str, dict[str, type]] = {
+    "spec.json": {"dataset": str, "spec": dict, "inputs": list},
+    "plan.json": {"num_partitions": int},
+    "finished.json": {"num_partitions": int, "report": dict},
+    "failed.json": {"detail": str},
 }
 
 
 class ManifestError(ValueError):
-    """A dataset's files in the store do not fit together."""
+    """A dataset's files in the store do not fit together. shown: the text without a path of this machine."""
+
+    def __init__(self, text: str, *, shown: str = "") -> None:
+        super().__init__(text)
+        self.shown = shown or text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,14 +100,18 @@ def write_origin(store: Store, dataset: str, *, request_id: str | None = None) -
     created = read_origin(store, dataset).get("created")
     created = created or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     about = {"created": created, "request_id": request_id}
-    store.put(dataset_key(dataset, ORIGIN), json.dumps(about).encode())
+    try:
+        store.put(dataset_key(dataset, ORIGIN), json.dumps(about).encode())
+    except StoreError as error:
+        if not error.is_lasting:  # else whoever writes what matters fails too, or it is damaged alone
+            raise
 
 
 def read_origin(store: Store, dataset: str) -> dict[str, Any]:
     """`created` (UTC) and `request_id`; empty where that is not known: it is for people alone."""
     try:
         found = json.loads(store.get(dataset_key(dataset, ORIGIN)))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -156,9 +164,38 @@ def repair(dataset: str) -> str:
     )
 
 
-def damaged(store: Store, dataset: str, key: str, error: BaseException) -> ManifestError:
+def damaged(store: Store, dataset: str, key: str, error: BaseException | str) -> ManifestError:
     """What to raise for a file of a dataset that is not as it was written."""
-    return ManifestError(f"{store.where(key)} of dataset {dataset} is damaged ({error}); {repair(dataset)}")
+    told = f"of dataset {dataset} is damaged ({error}); {repair(dataset)}"
+    return ManifestError(f"{store.where(key)} {told}", shown=f"{key} {told}")
+
+
+def _read(store: Store, dataset: str, key: str) -> bytes | None:
+    """The bytes of one of a dataset's files; None where there is none.
+
+    Raises ManifestError where something is there that can never be read as it is (a folder, a file that this
+    user may not read), StoreError where the store stumbles.
+    """
+    try:
+        return store.get(key)
+    except FileNotFoundError:
+        return None
+    except StoreError as error:
+        if not error.is_lasting:
+            raise
+        found = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
+        what = f"a file that this user may read is required, found: {found}"
+        raise damaged(store, dataset, key, what) from error
+
+
+def _is_there(store: Store, key: str) -> bool:
+    """Whether a file is there, if only as one that nobody may look at."""
+    try:
+        return store.exists(key)
+    except StoreError as error:
+        if error.is_lasting:
+            return True
+        raise
 
 
 def _values(array: pa.Array, dtype: np.dtype) -> np.ndarray:
@@ -175,9 +212,7 @@ def _together(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
 def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
     """Commit number `partition`, or None where it is not there yet."""
     key = commit_key(dataset, partition)
-    try:
-        data = store.get(key)
-    except FileNotFoundError:
+    if (data := _read(store, dataset, key)) is None:
         return None
     try:
         with pa.ipc.open_file(pa.py_buffer(data)) as reader:
@@ -269,22 +304,21 @@ class Manifest:
         keys = [dataset_key(self.dataset, "spec.json")]
         keys += [dataset_key(self.dataset, "finished.json")] if self._has_finished else []
         keys += [commit_key(self.dataset, 0)] if self.counters else []
-        return not all(map(self.store.exists, keys))
+        return not all(_is_there(self.store, key) for key in keys)
 
     def spec(self) -> dict[str, Any] | None:
         return self.read_json("spec.json")
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         key = dataset_key(self.dataset, name)
-        try:
-            data = self.store.get(key)
-        except FileNotFoundError:
+        if (data := _read(self.store, self.dataset, key)) is None:
             return None
         try:
             document = json.loads(data)
-            for needed in _NEEDED.get(name, ()):
-                document[needed]
-        except (ValueError, KeyError, TypeError) as error:
+            for needed, kind in _NEEDED.get(name, {}).items():
+                if not isinstance(found := document[needed], kind):
+                    raise TypeError(f"{needed}: {kind.__name__} is required, found {type(found).__name__}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise damaged(self.store, self.dataset, key, error) from error
         return document
 
@@ -341,6 +375,11 @@ def remove_dataset(store: Store, dataset: str) -> None:
         store.delete(dataset_key(dataset, name))
 
 
+def is_known(store: Store, dataset: str) -> bool:
+    """Whether a store has a dataset: its spec is there, as it should be or not."""
+    return _is_there(store, dataset_key(dataset, "spec.json"))
+
+
 def list_datasets(store: Store) -> Sequence[str]:
-    """Ids of the datasets in a store, sorted."""
-    return [name for name in store.list("datasets") if store.exists(dataset_key(name, "spec.json"))]
+    """Ids of the datasets in a store, sorted; those that are damaged, too."""
+    return [name for name in store.list("datasets") if is_known(store, name)]

@@ -119,6 +119,6 @@ def _name(store: Store, dataset: str, known: MutableMapping[str, str | None]) ->
     if dataset not in known:
         try:
             known[dataset] = json.loads(store.get(dataset_key(dataset, "spec.json")))["spec"]["name"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None  # removed meanwhile, or damaged: its id finds it
     return known[dataset]

@@ -16,7 +16,8 @@ from packer import logs
 from packer.manifest import cancelled_key, dataset_key, lock_key, remove_dataset, write_origin
 from packer.names import kept_name
 from packer.spec import Job, canonical_json, job_to_document
-from packer.store import NoSpaceLeft, Store
+from packer.store import NoSpaceLeft, Store, StoreError
+from packer.view import damaged_view
 from service import problems, specs
 from service.auth import known_parameters_only
 from service.requests import read_body
@@ -94,14 +95,19 @@ async def list_datasets(service: Service = Depends(service_of)) -> Response:  # 
 
 
 async def views_of_all(service: Service) -> list[dict[str, Any]]:
-    views = []
+    views, unread = [], None
     for dataset in await service.feeds.all_ids():
         try:
             view = await (await service.feeds.get(dataset)).view()
         except problems.Problem:
             continue  # removed meanwhile
+        except StoreError as error:  # of this one alone, or of the whole store
+            log.error("dataset %s cannot be read now: %s", dataset, error)
+            view, unread = damaged_view(dataset, error), unread or error
         if view is not None:
             views.append(view)
+    if unread is not None and all(view["state"] == "failed" for view in views):
+        raise unread
     return views
 
 
@@ -135,8 +141,9 @@ async def delete_dataset(
 ) -> Response:
     """Cancel a dataset that is packed, by whichever replica, then remove it. Open streams are cut off."""
     feed = await service.feeds.get(dataset)
-    with contextlib.suppress(NoSpaceLeft):  # then only this replica is told; what follows makes room
-        await service.in_thread(service.store.put, cancelled_key(dataset), b"{}")
+    if not await service.in_thread(service.store.exists, cancelled_key(dataset)):
+        with contextlib.suppress(NoSpaceLeft):  # then only this replica is told; what follows makes room
+            await service.in_thread(service.store.put, cancelled_key(dataset), b"{}")
     feed.nudge()
     if service.scheduler is not None:
         service.scheduler.cancel(dataset)

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.manifest import Manifest, ManifestError, Shard, cancelled_key, dataset_key, list_datasets, repair
-from packer.store import Store
-from packer.view import dataset_state, dataset_view
+from packer.manifest import Manifest, ManifestError, Shard, cancelled_key, is_known, list_datasets
+from packer.store import Store, StoreError
+from packer.view import damaged_view, dataset_state, dataset_view
 from service import problems
 
 log = logging.getLogger("padfree.service")
@@ -82,6 +82,7 @@ class Feed:
         self._poller: asyncio.Task[None] | None = None
         self._snapshot: Snapshot | None = None
         self._closed = False
+        self._told = ""  # of the damage
 
     @property
     def is_idle(self) -> bool:
@@ -159,7 +160,7 @@ class Feed:
                 stopped = self._manifest.failed()
         except ManifestError as error:
             if not (removed := self._manifest.is_removed()):
-                stopped = _damage(self.dataset, error)
+                stopped = self._damaged(error)["error"]
         stopped = {"detail": "it was removed"} if removed else stopped
         cancelled = self._store.exists(cancelled_key(self.dataset))
         old, rows = self._snapshot, self._manifest.rows
@@ -185,27 +186,20 @@ class Feed:
     def _read_view(self) -> dict[str, Any] | None:
         try:
             view = dataset_view(self._store, self.dataset, self._manifest)
-        except ManifestError as error:  # one dataset that is damaged must not hide the others
-            return {
-                "id": self.dataset,
-                "name": None,
-                "state": "failed",
-                "progress": {},
-                "report": None,
-                "error": _damage(self.dataset, error),
-                "created": None,
-                "request_id": None,
-            }
+        except (ManifestError, StoreError) as error:  # one dataset that is damaged must not hide the others
+            if isinstance(error, StoreError) and not error.is_lasting:
+                raise
+            view = self._damaged(error)
         if view is not None and self._store.exists(cancelled_key(self.dataset)):
             view["state"] = "cancelled"
         return view
 
-
-def _damage(dataset: str, error: ManifestError) -> dict[str, Any]:
-    log.error("%s", error)
-    # Without the error's own text: it holds a path of this machine.
-    detail = f"its manifest is damaged (the service's log names the file); {repair(dataset)}"
-    return {"title": "ManifestError", "detail": detail, "field": None}
+    def _damaged(self, error: ManifestError | StoreError) -> dict[str, Any]:
+        """The view of a dataset that cannot be read; told in the log once, for pages ask every second."""
+        if str(error) != self._told:
+            self._told = str(error)
+            log.error("dataset %s: %s", self.dataset, error)
+        return damaged_view(self.dataset, error)
 
 
 class Feeds:
@@ -234,9 +228,10 @@ class Feeds:
     async def _is_there(self, dataset: str) -> bool:
         """Ranks that come at the same time ask the store once."""
         if (asking := self._asking.get(dataset)) is None:
-            key = dataset_key(dataset, "spec.json")
             loop = asyncio.get_running_loop()
-            asking = self._asking[dataset] = loop.run_in_executor(self._executor, self._store.exists, key)
+            asking = self._asking[dataset] = loop.run_in_executor(
+                self._executor, is_known, self._store, dataset
+            )
             asking.add_done_callback(lambda _: self._asking.pop(dataset))
         return await asyncio.shield(asking)
 
@@ -254,12 +249,20 @@ class Feeds:
             if now_s - self._ready_s.get(dataset, -_READY_S) < _READY_S:
                 state: str | None = "ready"
             else:
-                state = dataset_state(self._store, dataset)
+                state = self._state(dataset)
                 if state == "ready":
                     self._ready_s[dataset] = now_s
             if state is not None:
                 states.append("cancelled" if dataset in cancelled else state)
         return states
+
+    def _state(self, dataset: str) -> str | None:
+        try:
+            return dataset_state(self._store, dataset)
+        except StoreError as error:
+            if not error.is_lasting:
+                raise
+            return "failed"
 
     async def all_ids(self) -> list[str]:
         loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from typing import BinaryIO
 
-from packer.store import Store
+from packer.store import Store, StoreError
 
 
 class ShardMissing(OSError):
@@ -120,6 +120,13 @@ class ShardFiles:
             return self._store.open(key, sha256=sha256)
         except FileNotFoundError as error:
             raise ShardMissing(f"{key} is listed in the manifest and not there") from error
+        except StoreError as error:
+            if not error.is_lasting:
+                raise
+            found = error.__cause__.strerror if isinstance(error.__cause__, OSError) else "an error"
+            raise ShardMissing(
+                f"{key}: a file that this user may read is required, found: {found}"
+            ) from error
 
 
 def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, flags: int) -> None:

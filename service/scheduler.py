@@ -15,11 +15,19 @@ import uuid
 from collections.abc import Callable
 
 from packer import logs, traces
-from packer.manifest import Manifest, cancelled_key, dataset_key, read_origin
+from packer.manifest import (
+    Manifest,
+    ManifestError,
+    cancelled_key,
+    dataset_key,
+    lock_key,
+    read_origin,
+    repair,
+)
 from packer.report import of_capacities
 from packer.runners import ClusterLost, Joins, Runner
 from packer.spec import Job, SpecError, job_from_document
-from packer.store import Store
+from packer.store import Store, StoreError
 from service.metrics import Metrics
 from service.tasks import CountedRunner
 
@@ -56,6 +64,7 @@ class Scheduler:
         self._asked_by: dict[str, dict[str, str]] = {}  # dataset: ids of the request that submitted it here
         self._running: dict[str, threading.Event] = {}  # dataset: its cancel
         self._settled: set[str] = set()  # datasets that need no work
+        self._told: dict[str, str] = {}  # dataset: why it could not be read
         self._stopping = False
         self._threads: list[threading.Thread] = []
         metrics.jobs.labels("queued").set_function(lambda: len(self._queue))
@@ -188,18 +197,32 @@ class Scheduler:
         try:
             datasets = self._store.list("datasets")  # not asked of each that is settled: there may be many
             self._settled &= set(datasets)
-            for dataset in datasets:
-                if dataset in self._settled:
-                    continue
-                with self._change:
-                    cancel = self._running.get(dataset)
-                if cancel is not None:
-                    if self._store.exists(cancelled_key(dataset)):  # by another replica
-                        cancel.set()
-                elif self._is_open(dataset) and not self._store.is_locked(f"locks/{dataset}"):
-                    self.submit(dataset)
+            self._told = {name: why for name, why in self._told.items() if name in datasets}
         except OSError as error:
             log.warning("the store cannot be read now: %s", error)
+            return
+        for dataset in datasets:
+            if dataset in self._settled:
+                continue
+            try:
+                self._look_at(dataset)
+            except OSError as error:  # of this one alone, it may be
+                self._set_aside(dataset, error)
+
+    def _look_at(self, dataset: str) -> None:
+        with self._change:
+            cancel = self._running.get(dataset)
+        if cancel is not None:
+            if self._store.exists(cancelled_key(dataset)):  # by another replica
+                cancel.set()
+        elif self._is_open(dataset) and not self._store.is_locked(lock_key(dataset)):
+            self.submit(dataset)
+
+    def _set_aside(self, dataset: str, error: OSError) -> None:
+        """The next scan takes the dataset up again. Told once, while it is the same error."""
+        if self._told.get(dataset) != str(error):
+            self._told[dataset] = str(error)
+            log.warning("dataset %s cannot be read now: %s", dataset, error)
 
     def _is_open(self, dataset: str) -> bool:
         """Whether there is work to do. Finished datasets are remembered: they stay so."""
@@ -225,8 +248,8 @@ class Scheduler:
                 about |= self._asker(dataset, asked_by)
                 with logs.using(about), traces.span("pack dataset", dataset=dataset, job=about["job"]):
                     self._pack(dataset, cancel)
-            except OSError as error:  # the next scan takes the dataset up again
-                log.warning("dataset %s cannot be read now: %s", dataset, error)
+            except OSError as error:
+                self._set_aside(dataset, error)
             finally:
                 with self._change:
                     del self._running[dataset]
@@ -273,23 +296,26 @@ class Scheduler:
         log.info("packing %s ended after %.1f s: %s", dataset, time.monotonic() - since, how)
 
     def _num_commits(self, dataset: str) -> int:
-        return len(self._store.list(dataset_key(dataset, "commits")))
+        try:
+            return len(self._store.list(dataset_key(dataset, "commits")))
+        except StoreError as error:
+            if not error.is_lasting:
+                raise
+            return 0  # told where it is packed
 
     def _job(self, dataset: str) -> Job | None:
         """The job as the store has it; None where it was removed or cancelled meanwhile."""
         try:
             if not self._is_open(dataset):
                 return None
-            return job_from_document(json.loads(self._store.get(dataset_key(dataset, "spec.json"))))
-        except FileNotFoundError:
-            return None
-        except (SpecError, KeyError, TypeError, ValueError) as error:  # of another release
+            document = Manifest(self._store, dataset).spec()
+            return None if document is None else job_from_document(document)
+        except (SpecError, KeyError, TypeError, ValueError) as error:  # damaged, or of another release
             log.error("the spec of dataset %s cannot be read: %s", dataset, error)
-            document = {
-                "title": "SpecError",
-                "detail": f"its stored spec cannot be read: {error}",
-                "field": None,
-            }
+            detail = f"its stored spec cannot be read: {error}; {repair(dataset)}"
+            if isinstance(error, ManifestError):  # which says so itself
+                detail = error.shown
+            document = {"title": type(error).__name__, "detail": detail, "field": None}
             self._store.put(dataset_key(dataset, "failed.json"), json.dumps(document).encode())
             return None
 

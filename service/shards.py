@@ -117,7 +117,7 @@ async def get_shard(
         if size != one.num_bytes and await service.in_thread(service.files.drop_copy, one.key, one.sha256):
             size = await service.in_thread(service.files.num_bytes, one.key, one.sha256)
     except ShardMissing as error:
-        problem = await (await service.feeds.get(dataset)).damage(f"shard {index} is not there")
+        problem = await (await service.feeds.get(dataset)).damage(str(error))
         service.feeds.drop(dataset)
         raise problem from error
     if size != one.num_bytes:

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
+_LASTING = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP}
+)
 
 
 class StoreError(OSError):
@@ -113,7 +115,9 @@ class Store(Protocol):
         so that reading again fetches another."""
         ...
 
-    def exists(self, key: str) -> bool: ...
+    def exists(self, key: str) -> bool:
+        """Whether something is there, whatever it is: it need not be what can be read."""
+        ...
 
     def list(self, prefix: str) -> list[str]:
         """Names directly under `prefix`, sorted, without temporary ones."""

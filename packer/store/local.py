@@ -83,7 +83,14 @@ class LocalStore:
         return False  # what is read is the object itself
 
     def exists(self, key: str) -> bool:
-        return self.path(key).is_file()
+        path = self.path(key)
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise not_read(error, path, self.root) from error
+        return True
 
     def list(self, prefix: str) -> list[str]:
         """Names directly under `prefix`, sorted, without temporary ones."""
@@ -99,10 +106,15 @@ class LocalStore:
     def delete(self, key: str) -> None:
         """Remove an object or all under a prefix; it need not exist."""
         path = self.path(key)
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        except NotADirectoryError:  # a file where its folder would be: it is not there
+            pass
+        except OSError as error:
+            raise not_written(error, path, self.root) from error
 
     def sweep(self, prefix: str, *, older_than_s: float = 0.0) -> int:
         """Remove what killed writers left under `prefix`. Returns how many files that were."""
@@ -148,12 +160,14 @@ class LocalStore:
     def is_locked(self, key: str) -> bool:
         """Whether some process holds `key` now."""
         try:
-            with open(self.path(key), "rb") as file:
+            with open(path := self.path(key), "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
         except BlockingIOError:
             return True
+        except OSError as error:
+            raise not_read(error, path, self.root) from error
         return False
 
     def probe(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from padfree.cli import common
@@ -32,12 +33,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _views_here(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from packer.manifest import list_datasets
-    from packer.view import dataset_view
+    from packer.manifest import ManifestError, list_datasets
+    from packer.store import StoreError
+    from packer.view import damaged_view, dataset_view
 
     store = common.store_of(args, must_exist=True)
-    views = (dataset_view(store, dataset) for dataset in list_datasets(store))
-    return [view for view in views if view is not None]
+    views = []
+    for dataset in list_datasets(store):
+        try:
+            view = dataset_view(store, dataset)
+        except (ManifestError, StoreError) as error:  # which must not hide the others
+            print(f"{dataset}: {error}", file=sys.stderr)
+            view = damaged_view(dataset, error)
+        if view is not None:
+            views.append(view)
+    return views
 
 
 def _remove(args: argparse.Namespace) -> tuple[str, str | None]:

@@ -44,7 +44,9 @@ def _print_packs(packs: list[dict[str, Any]]) -> None:
 
 
 def _print_dataset(view: dict[str, Any]) -> None:
-    spec = view["spec"]
+    if (spec := view.get("spec")) is None:  # damaged
+        print(_unfinished(view))
+        return
     tokenizer = spec["tokenizer"]["path"] if spec["tokenizer"] else "none"
     if view["report"]:
         common.print_report(view)

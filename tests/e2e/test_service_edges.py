@@ -307,7 +307,7 @@ def test_a_store_that_cannot_be_written_is_not_to_be_tried_again(tmp_path):
     assert "retry-after" not in answer.headers
 
 
-@pytest.mark.parametrize("place", ["", "datasets", "datasets/ID/commits", "datasets/ID/shards"])
+@pytest.mark.parametrize("place", ["", "datasets"])
 def test_a_file_in_the_place_of_a_folder_of_the_store_is_told(tmp_path, place):
     """No error of the service's own: what is required, what was found, what to do."""
     store = tmp_path / "store"
