@@ -24,12 +24,13 @@ class Layout:
 
     num_packs: None while it is being packed. capacities: max_tokens of its packs, rising, where the spec
     says. step_sizes: (n,) int64, packs of each optimiser step in commit order, as far as they are committed,
-    of a "step" dataset; None for any other.
+    of a "step" dataset; None for any other. spec: of the dataset, once it was read.
     """
 
     num_packs: int | None = None
     capacities: tuple[int, ...] | None = None
     step_sizes: NDArray[np.int64] | None = None
+    spec: Mapping[str, Any] | None = None
 
 
 def require_steps(layout: Layout, split: Split, dataset: str) -> None:

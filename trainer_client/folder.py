@@ -56,8 +56,12 @@ class FolderTransport:
                 num_packs=self._manifest.num_packs if finished else None,
                 capacities=capacities_of(self.spec()),
                 step_sizes=self._step_sizes(),
+                spec=self.spec(),
             )
         return self._layout
+
+    def known(self) -> Layout:
+        return self._layout or Layout()
 
     def spec(self) -> dict[str, Any]:
         if self._spec is None:

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer_client import specs
 from trainer_client.batch import PackedBatch, flatten
 from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_place, require_steps
 from trainer_client.cursor import Cursor, Split, Term, state_at, to_state
@@ -139,6 +140,7 @@ class Reader:
         if self.cancelled.is_set():
             return
         assert self.layout is not None
+        self._state |= specs.of_state(self.layout.spec)
         require_place(cursor.packs, self.num_fillers, self.layout, self.transport.dataset)
         cursor = normal(cursor, self.split, self.layout)
         stop = self.term.until

@@ -94,7 +94,11 @@ class HttpTransport:
                 num_packs=int(view["report"]["num_packs"]) if is_ready else None,
                 capacities=capacities_of(view.get("spec")),
                 step_sizes=sizes,
+                spec=view.get("spec"),
             )
+        return self._layout
+
+    def known(self) -> Layout:
         return self._layout
 
     def find(self) -> str:

@@ -311,7 +311,10 @@ class PackedStream:
         """A small JSON document: where the training loop stands. Exact after any step."""
         self._cursor = self._normal()
         skips = [skip.to_document() for skip in self._skips]
-        return to_state(self._cursor, self._split, self.dataset, self._term, skips)
+        state = to_state(self._cursor, self._split, self.dataset, self._term, skips)
+        if self._cursor == Cursor():  # nothing was taken, nor perhaps asked for
+            return state
+        return state | specs.of_state(self._transport.known().spec)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, on any world size; what it leaves out is left out here.
@@ -328,7 +331,7 @@ class PackedStream:
             if error.what == "dataset":
                 more: dict[str, Any] = {"token": self._token, "timeout_s": self._timeout_s}
                 other = open_transport(self._source, str(error.found), **more)
-                raise error.because(specs.differences(self._transport, other)) from None
+                raise error.because(specs.differences(state, self._transport, other)) from None
             raise
         skips, term = skips_from(state.get("skip", ())), term_from(state, self._term.epochs)
         require_place(cursor.packs, fillers_in(state), layout, self.dataset)

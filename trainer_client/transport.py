@@ -77,6 +77,10 @@ class Transport(Protocol):
         """
         ...
 
+    def known(self) -> Layout:
+        """What `layout` found last. Asks nobody."""
+        ...
+
     def spec(self) -> dict[str, Any]:
         """The dataset's resolved spec. Raises as `layout` does."""
         ...

@@ -23,9 +23,10 @@ from packs import (
 from serving import running
 from torch.utils.data import DataLoader
 
-from packer.manifest import lock_key
+from packer.manifest import lock_key, remove_dataset
 from packer.store import LocalStore
 from trainer_client import PackedDataset, PackedStream, StateMismatch, StreamTimeout
+from trainer_client.specs import of_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -231,6 +232,30 @@ def test_a_state_of_another_dataset_says_what_differs(source: str, tmp_path: Pat
         PackedStream(source, dataset=three).load_state_dict(state)
     with pytest.raises(StateMismatch, match="its position means nothing here"):
         PackedStream(source, dataset=three).load_state_dict({**state, "dataset": "f" * 32})
+
+
+def test_a_state_says_what_differs_also_where_its_dataset_is_gone(source: str, tmp_path: Path) -> None:
+    """Or is in another store: the state itself knows its spec, in about a kilobyte."""
+    packs = numbered_packs(4)
+    one = build_dataset(tmp_path, packs, packs_per_shard=5, packing=PackingSpec(max_tokens=2048))
+    two = build_dataset(tmp_path, packs, packs_per_shard=5, packing=PackingSpec(max_tokens=4096))
+    stream = PackedStream(source, dataset=one)
+    batch = next(iter(stream))
+    states = [json.loads(json.dumps(state)) for state in (stream.state_dict(), batch.state)]
+    stream.close()
+    remove_dataset(LocalStore(tmp_path), one)
+    for state in states:
+        assert len(json.dumps(state)) < 2000
+        with pytest.raises(StateMismatch, match=r"max_tokens \(4096 here, 2048 in the state's\)") as caught:
+            PackedStream(source, dataset=two).load_state_dict(state)
+        assert (caught.value.wanted, caught.value.found) == (two, one)
+
+
+def test_long_values_of_specs_differ_where_they_do() -> None:
+    """And are short in a state."""
+    fields = [of_state({"tokenizer": {"chat_template": 4000 * "a" + end}})["spec"] for end in "bc"]
+    assert fields[0] != fields[1]
+    assert all(len(value) < 80 for one in fields for value in one.values())
 
 
 def test_a_slow_packer_is_waited_for_in_a_folder(tmp_path: Path) -> None:

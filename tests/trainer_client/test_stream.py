@@ -472,6 +472,20 @@ def test_the_stream_follows_a_dataset_that_is_being_packed(source: str, tmp_path
     assert len(stream) == 8
 
 
+def test_while_packing_a_step_is_waited_for_and_not_filled_up(source: str, tmp_path: Path) -> None:
+    packs = numbered_packs(5)
+    dataset = start_dataset(tmp_path, identity="growing")
+    commit_partition(tmp_path, dataset, 0, packs[:3], packs_per_shard=3)
+    batches = iter(PackedStream(source, dataset=dataset, world_size=2, rank=1, tail="pad"))
+    assert next(batches).example_ids[0] == 1
+    timer = threading.Timer(0.3, commit_partition, (tmp_path, dataset, 1, packs[3:]), {"packs_per_shard": 3})
+    timer.start()
+    assert next(batches).example_ids[0] == 3
+    timer.join()
+    finish_dataset(tmp_path, dataset, 2, packs)
+    assert [batch.is_padding for batch in batches] == [True]
+
+
 def test_a_failed_dataset_ends_the_stream_with_the_reason(source: str, tmp_path: Path) -> None:
     packs = numbered_packs(4)
     dataset = start_dataset(tmp_path, identity="failing")
