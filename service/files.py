@@ -7,6 +7,7 @@ threads run, and a file that was cut off under us is an error here, where a map 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import threading
 from collections import OrderedDict
@@ -25,6 +26,8 @@ class WouldBlock(Exception):
 
 Piece = tuple[str, str | None, int, memoryview]  # key, the shard's sha256, offset, buffer
 
+_BLOCK_BYTES = 1 << 20
+
 # Linux's way to read only what is in memory. Where there is none, every read goes to a thread.
 _NOWAIT = getattr(os, "RWF_NOWAIT", None)
 
@@ -36,6 +39,7 @@ class ShardFiles:
         self._store, self._max_open = store, max_open
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Handle] = OrderedDict()
+        self._whole: set[str] = set()  # copies that were found to be as the manifest has them
 
     def read_into(
         self, key: str, offset: int, buffer: memoryview, *, wait: bool = True, sha256: str | None = None
@@ -73,6 +77,32 @@ class ShardFiles:
         finally:
             self._give_back(handle)
 
+    def require_whole(self, key: str, sha256: str) -> None:
+        """Compare this machine's copy of a shard, if it is one, with its digest: once, for it is read whole.
+        One that is damaged is fetched anew. Raises ShardMissing.
+
+        For those who hand out whole files: a stream's messages have checksums of their own.
+        """
+        if key in self._whole or not self._store.has_copies:
+            return
+        for _ in range(2):  # a disk may damage the next one too
+            if self._digest(key, sha256) == sha256:
+                self._whole.add(key)
+                return
+            if not self.drop_copy(key, sha256):
+                break
+        raise ShardMissing(f"this machine's copy of {key} is not what the manifest says, nor is another")
+
+    def _digest(self, key: str, sha256: str) -> str:
+        handle, digest, at = self._take(key, wait=True, sha256=sha256), hashlib.sha256(), 0
+        try:
+            while block := os.pread(handle.descriptor, _BLOCK_BYTES, at):
+                digest.update(block)
+                at += len(block)
+        finally:
+            self._give_back(handle)
+        return digest.hexdigest()
+
     def drop_copy(self, key: str, sha256: str | None) -> bool:
         """Let go of a shard whose bytes are wrong. Whether it was a copy: then reading fetches another."""
         self.forget(key)
@@ -83,6 +113,7 @@ class ShardFiles:
         with self._lock:
             for key in [key for key in self._open if key.startswith(prefix)]:
                 self._open.pop(key).let_go()
+            self._whole = {key for key in self._whole if not key.startswith(prefix)}
 
     def close(self) -> None:
         self.forget("")

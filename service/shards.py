@@ -16,7 +16,7 @@ from packer.manifest import Shard
 from service import problems
 from service.auth import known_parameters_only
 from service.feeds import Feed, Snapshot
-from service.files import ShardMissing
+from service.files import ShardFiles, ShardMissing
 from service.ranges import Unsatisfiable, is_unchanged, may_send_range, parse_range
 from service.schemas import ShardPage
 from service.sending import ChunkedResponse, CutOff
@@ -113,9 +113,7 @@ async def get_shard(
     if is_unchanged(request.headers.get("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
     try:
-        size = await service.in_thread(service.files.num_bytes, one.key, one.sha256)
-        if size != one.num_bytes and await service.in_thread(service.files.drop_copy, one.key, one.sha256):
-            size = await service.in_thread(service.files.num_bytes, one.key, one.sha256)
+        size = await service.in_thread(_size_of_whole, service.files, one)
     except ShardMissing as error:
         problem = await (await service.feeds.get(dataset)).damage(str(error))
         service.feeds.drop(dataset)
@@ -144,6 +142,11 @@ async def get_shard(
         headers={name.lower(): value for name, value in headers.items()},
         media_type=MEDIA_TYPE,
     )
+
+
+def _size_of_whole(files: ShardFiles, one: Shard) -> int:
+    files.require_whole(one.key, one.sha256)
+    return files.num_bytes(one.key, one.sha256)
 
 
 async def _find(service: Service, dataset: str, index: str) -> Shard:

@@ -74,6 +74,11 @@ class Store(Protocol):
         """The place, as `open_store` takes it, also in another process."""
         ...
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether `open` and `map` read copies on this machine, damaged perhaps while the object is well."""
+        ...
+
     def where(self, key: str) -> str:
         """The path or url of an object: for messages, and for a source that lies in the store."""
         ...

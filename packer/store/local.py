@@ -22,6 +22,8 @@ _BUFFER_BYTES = 1 << 20
 class LocalStore:
     """A store in a folder of this machine (or a shared file system)."""
 
+    has_copies = False
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
 

@@ -54,6 +54,8 @@ def _shared(url: str, cache_folder: str, cache_bytes: int) -> ObjectStore:
 class ObjectStore:
     """A store at SCHEME://BUCKET/PREFIX."""
 
+    has_copies = True
+
     def __init__(self, url: str, cache: Cache) -> None:
         scheme, _, place = url.partition("://")
         self._bucket, _, prefix = place.rstrip("/").partition("/")

@@ -172,6 +172,80 @@ def test_a_copy_that_was_damaged_after_it_was_fetched_is_fetched_again(
     assert len(fetched) == len(set(fetched)) > 0  # of each once
 
 
+def footer(data: bytes) -> bytes:
+    """Damaged where an Arrow file says how long its footer is."""
+    return data[:-9] + b"\xf1" + data[-8:]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES.values(), footer], ids=[*DAMAGES, "footer"])
+@pytest.mark.parametrize("asked", ["whole", "a range", "head"])
+def test_a_damaged_copy_is_never_handed_out_as_a_file(
+    remote: Remote, tmp_path: Path, damage: Callable[[bytes], bytes], asked: str
+) -> None:
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    dataset = packed.job.dataset
+    wanted = open_store(STORE).get(f"{dataset_key(dataset)}/shards/000000-000.arrow")
+    with running(STORE, runner=None) as server:
+        assert server.stream(dataset).status == 200  # now there are copies
+    for copy in (tmp_path / "cache").iterdir():
+        copy.write_bytes(damage(copy.read_bytes()))
+    remote.calls.clear()
+    path = f"/v1/datasets/{dataset}/shards/0"
+    with running(STORE, runner=None) as server:
+        for _ in range(2):
+            if asked == "head":
+                assert server.request("HEAD", path).headers["content-length"] == str(len(wanted))
+            elif asked == "a range":
+                assert server.get(path, Range="bytes=-200").body == wanted[-200:]
+            else:
+                assert server.get(path).body == wanted
+    fetched = [call for call in remote.calls if call.startswith("GET") and "/shards/" in call]
+    assert len(fetched) == 1
+
+
+def test_a_copy_is_compared_with_its_digest_once(remote: Remote, tmp_path: Path) -> None:
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    path = f"/v1/datasets/{packed.job.dataset}/shards/0"
+    with running(STORE, runner=None) as server:
+        assert server.service is not None
+        files, looks = server.service.files, []
+        digest = files._digest
+        files._digest = lambda *args: looks.append(args) or digest(*args)  # type: ignore[method-assign, func-returns-value]
+        assert {server.get(path).status for _ in range(3)} == {200}
+        assert len(looks) == 1
+        assert server.stream(packed.job.dataset).status == 200
+        assert len(looks) == 1
+        files.forget("")  # as when a dataset was removed, to be packed again
+        assert server.get(path).status == 200
+        assert len(looks) == 2
+
+
+def test_a_disk_that_damages_every_copy_is_told(remote: Remote, tmp_path: Path) -> None:
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    with running(STORE, runner=None) as server:
+        assert server.service is not None
+        server.service.files._digest = lambda *args: "another"  # type: ignore[method-assign]
+        remote.calls.clear()
+        answer = server.get(f"/v1/datasets/{packed.job.dataset}/shards/0")
+        assert (answer.status, answer.json["title"]) == (500, "The dataset is damaged")
+        assert "copy of" in answer.json["detail"]
+
+
+def test_a_copy_whose_footer_is_damaged_gives_the_same_packs(remote: Remote, tmp_path: Path) -> None:
+    """Who reads packs goes by the row index; who reads the file itself finds it, and has it fetched."""
+    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    dataset, wanted = packed.job.dataset, [one.input_ids.tolist() for one in packed.packs]
+    assert trained(STORE, dataset) == wanted
+    for copy in (tmp_path / "cache").iterdir():
+        copy.write_bytes(footer(copy.read_bytes()))
+    assert trained(STORE, dataset) == wanted
+    with running(STORE, runner=None) as server:
+        assert trained(server.url, dataset) == wanted
+    again = pack_document(STORE, spec_of([f"dataset://{dataset}"], None, packing={"max_tokens": 64}))
+    segments = sorted(ids for pieces in packed.segments.values() for ids, _ in pieces)
+    assert sorted(ids for pieces in again.segments.values() for ids, _ in pieces) == segments
+
+
 def test_an_object_that_is_damaged_itself_is_no_matter_of_copies(remote: Remote, tmp_path: Path) -> None:
     packed = pack_document(STORE, document(tmp_path, ".jsonl"))
     (name,) = [name for name in remote.objects if name.endswith("shards/000000-000.arrow")]
