@@ -110,7 +110,7 @@ class _Buffer(Generic[T]):
         self._source, self._size = source, size
         self._items: deque[tuple[T, int]] = deque()
         self._bytes = 0
-        self._max_items, self._max_bytes = max_items, max_bytes
+        self._max_items, self._max_bytes = max_items, max(1, max_bytes)
         self._meter = meter
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # the loop waits for an item

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -42,6 +43,31 @@ def test_permute_leaves_no_correlation_between_place_and_value() -> None:
     values = order.permute(np.arange(n), n, 7)
     assert abs(np.corrcoef(np.arange(n), values)[0, 1]) < 0.02
     assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 0.02
+
+
+def test_an_epoch_takes_a_few_integers_a_pack_and_a_part_of_one_takes_its_part() -> None:
+    """Also of a "step" dataset, balanced; the peak while it is made counts."""
+    num_packs = 300_000
+    sizes = np.full(num_packs // 3, 3, np.int64)
+    costs = np.arange(num_packs)[::-1].copy()
+    part = np.arange(5_000, 6_000)
+    found = []
+    for work in (
+        lambda: order.pack_at(part, num_packs=num_packs, epoch=3, shuffle_seed=1),
+        lambda: order.pack_at(np.arange(num_packs), num_packs=num_packs, epoch=3, shuffle_seed=1),
+        lambda: order.step_order(sizes, epoch=3, shuffle_seed=1, costs=costs),
+        lambda: order.EvenDeal(num_packs=num_packs, world_size=8, packs_per_step=4, costs=lambda at: at).take(
+            np.arange(1_000), 3
+        ),
+    ):
+        tracemalloc.start()
+        work()
+        found.append(tracemalloc.get_traced_memory()[1] / 8)
+        tracemalloc.stop()
+    assert found[0] < 20 * len(part)
+    assert found[1] < 16 * num_packs
+    assert found[2] < 16 * num_packs
+    assert found[3] < 16 * 32 * 1_000  # the packs of the steps asked for
 
 
 def test_permute_refuses_what_is_out_of_range() -> None:

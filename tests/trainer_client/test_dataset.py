@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,25 @@ def test_a_device_is_refused_in_workers(tmp_path: Path) -> None:
     assert taken(loader(packed, 0)) == [0, 1, 2]
     with pytest.raises(ValueError, match="num_workers=0"):
         next(iter(loader(packed, 1)))
+
+
+def test_f50_workers_begin_the_next_epoch_before_the_present_one_is_over(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(20), packs_per_shard=6)
+    with FakeService(tmp_path) as service:
+        packed = PackedDataset(service.url, dataset=dataset, epochs=3, prefetch_steps=4)
+        batches = iter(packed.loader(num_workers=2))
+        for epoch in range(3):
+            assert [next(batches).step for _ in range(18)] == list(range(18))
+            while epoch < 2 and num_lanes(service, epoch + 1) < 2:  # pytest's timeout is the limit
+                threading.Event().wait(0.01)
+            assert [next(batches).step for _ in range(2)] == [18, 19]
+        assert list(batches) == []
+
+
+def num_lanes(service: FakeService, epoch: int) -> int:
+    """How many workers have asked for an epoch."""
+    asked = [query["start"] for query in list(service.requests) if int(query["epoch"]) == epoch]
+    return len(set(asked))
 
 
 # ------------------------------------------------------------------ state of single workers

@@ -24,12 +24,15 @@ from packs import (
     random_packs,
     start_dataset,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from trainer_client import (
     DatasetFailed,
     DatasetTooSmall,
+    MixedStream,
     PackedStream,
     StateMismatch,
+    StreamStats,
     StreamTimeout,
     UnknownDataset,
 )
@@ -286,6 +289,7 @@ def test_f33_also_where_the_end_was_not_known_when_the_state_was_saved(source: s
     finish_dataset(tmp_path, dataset, 1, packs)
     resumed = PackedStream(source, dataset=dataset, epochs=2, shuffle_seed=7)
     resumed.load_state_dict(state)
+    assert resumed.epoch == resumed.state_dict()["epoch"] == 1
     assert sorted(taken(resumed)) == [0, 1, 2, 3]
     assert resumed.state_dict()["epoch"] == 2
 
@@ -643,6 +647,74 @@ def test_stats_add_up(source: str, tmp_path: Path) -> None:
     assert 0 <= stats.stall_share <= 1
     assert stats.first_batch_s > 0
     assert "padfree_client_num_batches 20\n" in stats.to_prometheus()
+    assert stats.bytes_per_s == pytest.approx(stats.num_bytes / stats.elapsed_s)
+
+
+def test_every_figure_is_told_to_prometheus_in_its_form() -> None:
+    stats = StreamStats(
+        num_batches=20, num_tokens=140, num_bytes=1000, first_batch_s=0.5, get_wait_s=0.25, put_wait_s=3,
+        mean_occupancy=3.5, elapsed_s=4, num_retries=2, idle_share_before=0.4, idle_share_after=0.1,
+    )  # fmt: skip
+    assert (stats.stall_share, stats.bytes_per_s) == (0.0625, 250)
+    assert StreamStats().stall_share == StreamStats().bytes_per_s == 0
+    told = {
+        family.name.removeprefix("padfree_client_"): family.samples[0].value
+        for family in text_string_to_metric_families(stats.to_prometheus())
+    }
+    assert told == {
+        **{name: getattr(stats, name) for name in StreamStats.__slots__},
+        "stall_share": 0.0625,
+        "bytes_per_s": 250,
+    }
+
+
+def held(stream: PackedStream, num_taken: int) -> list[Any]:
+    """What lies ready once nothing more is read, behind the first batches of an iteration."""
+    batches = iter(stream)
+    for _ in range(num_taken):
+        next(batches)
+    buffer, before = stream._prefetcher()._buffer, -1
+    while not buffer._items or before != (before := len(buffer._items)):
+        threading.Event().wait(0.1)
+    found = [batch for batch, _ in buffer._items]
+    stream.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"micro_batches": 4}, {"device": "cpu"}, {"packs_per_step": 2, "tail": "pad"}]
+)
+def test_reading_ahead_keeps_to_its_bytes(source: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    """Whatever a batch is; one larger than all of them is read all the same."""
+    dataset = build_dataset(tmp_path, numbered_packs(64, length=1000), packs_per_shard=20)
+    of_one = next(iter(PackedStream(tmp_path, dataset=dataset, **options))).num_bytes
+    assert of_one >= 5000
+    for bound, num_held in [(0, 1), (1, 1), (of_one, 1), (3 * of_one, 3), (1 << 30, 6)]:
+        for num_taken in (1, 3):
+            stream = PackedStream(
+                source, dataset=dataset, prefetch_steps=6, prefetch_bytes=bound, report_s=None, **options
+            )
+            assert len(held(stream, num_taken)) == num_held
+
+
+def test_of_a_mixture_each_stream_keeps_to_its_own_bytes(source: str, tmp_path: Path) -> None:
+    datasets = [
+        build_dataset(tmp_path, numbered_packs(20, length=length), packs_per_shard=6)
+        for length in (1000, 2000)
+    ]
+    streams = [
+        PackedStream(source, dataset=one, prefetch_steps=9, prefetch_bytes=15_000, report_s=None)
+        for one in datasets
+    ]
+    with MixedStream(streams, weights=[1, 1], batches_per_step=2) as mixed:
+        batches = iter(mixed)
+        next(batches)
+        for stream, num_held in zip(streams, (3, 2), strict=True):
+            buffer = stream._prefetcher()._buffer
+            while len(buffer._items) < num_held:
+                threading.Event().wait(0.01)
+            threading.Event().wait(0.1)
+            assert len(buffer._items) == num_held
 
 
 def test_the_token_is_sent_and_never_shown(tmp_path: Path) -> None:
