@@ -77,7 +77,8 @@ class PackedStream:
     segment_multiple: pads every segment to a multiple with tokens that train nothing, for context parallelism
         and the like (trainer_client.parallel_multiple), as a dataset packed with it has them: a batch grows
         by less than that many tokens a segment. No part of the state.
-    prefetch_steps, prefetch_bytes: how far a thread reads ahead (at least one step).
+    prefetch_steps, prefetch_bytes: how far a thread reads ahead, in batches and in bytes of their arrays (at
+        least one step; of a MixedStream each stream by itself, of a DataLoader each worker).
     device: where batches shall be when they are taken; on CUDA they travel beside the training.
     token: for a service with PADFREE_TOKENS. timeout_s: without a step so long it is an error.
     report_s: how often a service is told how long the loop waited for data, for its /metrics; None: never.
