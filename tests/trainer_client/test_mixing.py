@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packs import build_dataset, build_step_dataset, numbered_packs
+from packs import build_dataset, build_step_dataset, numbered_packs, random_packs
 
 from trainer_client import MixedStream, PackedStream, StateMismatch, StreamTimeout
 
@@ -105,6 +105,50 @@ def test_weights_that_change_at_a_step(tmp_path: Path) -> None:
     assert [sources[20:40].count(one) for one in range(3)] == [0, 10, 10]  # c has nothing to catch up
     assert set(sources[40:]) == {0}
     assert stream.weights_at(39) == {"a": 0, "b": 0.5, "c": 0.5}
+
+
+@pytest.mark.parametrize("batches_per_step", [1, 3])
+def test_counts_of_each_source_are_of_all_ranks(tmp_path: Path, batches_per_step: int) -> None:
+    datasets = {name: build_dataset(tmp_path, random_packs(24, seed=seed), packs_per_shard=7, name=name)
+                for seed, name in enumerate("ab")}  # fmt: skip
+    how: dict[str, Any] = {"weights": [2, 1], "batches_per_step": batches_per_step, "world_size": 3}
+    ranks = [list(mixed(tmp_path, datasets, rank=rank, **how)) for rank in range(3)]
+    for step in zip(*ranks, strict=True):
+        found = dict.fromkeys(datasets, 0)
+        for batch in step:
+            trained = np.add.reduceat(batch.loss_mask, batch.cu_seqlens[:-1], dtype=np.int64)
+            for source, name in enumerate(datasets):
+                found[name] += int(trained[batch.source_ids == source].sum())
+        assert all(batch.num_items_by_source == found for batch in step)
+        assert all(batch.num_items_in_batch == sum(found.values()) for batch in step)
+
+
+def test_the_schedule_is_that_of_the_state(tmp_path: Path, caplog: Any) -> None:
+    """Whatever the stream that goes on was made with, and whatever was changed on the way."""
+    datasets = lengths_of(tmp_path, {"a": (90, 5), "b": (90, 5)})
+    how: dict[str, Any] = {"weights": [3, 1], "schedule": {12: [1, 1], 30: [0, 1]}}
+
+    def first(stream: MixedStream, count: int) -> list[tuple]:
+        found = []
+        for batch in itertools.islice(stream, count):
+            found.append(told(batch))
+            if len(found) == 20:
+                stream.change_weights([1, 4])
+                stream.change_weights({"a": 1, "b": 0}, at_step=40)
+        return found
+
+    whole = first(mixed(tmp_path, datasets, **how), 50)
+    sources = [by_source[0] for *_, by_source in whole]
+    assert [sources[start : start + 10].count(0) for start in (20, 30)] == [2, 0]
+    assert set(sources[40:]) == {0}
+    stream = mixed(tmp_path, datasets, **how)
+    seen = first(stream, 24)
+    state = json.loads(json.dumps(stream.state_dict()))
+    other = mixed(tmp_path, datasets, weights=[1, 1])
+    other.load_state_dict(state)
+    assert "weights and schedule are those of the state" in caplog.text
+    assert other.state_dict() == state
+    assert seen + [told(batch) for batch in itertools.islice(other, 26)] == whole
 
 
 options = {
