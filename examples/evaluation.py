@@ -42,11 +42,10 @@ class ExampleLoss:
 def open_stream(
     source: str, dataset: str, *, rank: int = 0, world_size: int = 1, **options: Any
 ) -> PackedStream:
-    """Every pack once over all ranks, in the order of packing, and as many batches on each rank: the last
-    step is filled up with packs that count for nothing."""
-    return PackedStream(
-        source, dataset=dataset, rank=rank, world_size=world_size, epochs=1, tail="pad", **options
-    )
+    """Every pack once over all ranks, in the order of packing, each time it is iterated, and as many batches
+    on each rank: the last step is filled up with packs that count for nothing."""
+    given: dict[str, Any] = {"epochs": 1, "shuffle_seed": None, "tail": "pad", **options}
+    return PackedStream(source, dataset=dataset, rank=rank, world_size=world_size, **given)
 
 
 @torch.no_grad()

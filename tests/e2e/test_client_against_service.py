@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from packs import (
+    PackingSpec,
     build_dataset,
     commit_partition,
     fail_dataset,
@@ -16,9 +17,16 @@ from packs import (
     random_packs,
     start_dataset,
 )
-from serving import running
+from serving import running, wait_for
 
-from trainer_client import DatasetFailed, DatasetTooSmall, PackedBatch, PackedStream, UnknownDataset
+from trainer_client import (
+    DatasetFailed,
+    DatasetTooSmall,
+    MixedStream,
+    PackedBatch,
+    PackedStream,
+    UnknownDataset,
+)
 
 
 def all_of(batch: PackedBatch) -> tuple:
@@ -82,6 +90,56 @@ def test_the_stream_follows_packing_through_the_service(tmp_path: Path) -> None:
         rest = [batch.example_ids[0] for batch in batches]
         assert rest[:5] == [4, 5, 6, 7, 8]
         assert sorted(rest[5:]) == list(range(9))
+
+
+def test_a_failed_dataset_ends_every_open_stream_with_the_reason(tmp_path: Path) -> None:
+    """Over HTTP and from a folder, whatever it waits for: its step, a later epoch, the dataset's size."""
+    plain = start_dataset(tmp_path, identity="failing")
+    commit_partition(tmp_path, plain, 0, numbered_packs(7), packs_per_shard=3)
+    of_steps = start_dataset(
+        tmp_path, identity="failing too", packing=PackingSpec(strategy="step", step_size=4)
+    )
+    commit_partition(tmp_path, of_steps, 0, numbered_packs(5), packs_per_shard=3, steps=[0, 0, 1, 1, 2])
+    ready = build_dataset(tmp_path, numbered_packs(60), packs_per_shard=50)
+    found: dict[tuple[str, str], Any] = {}
+
+    def drain(where: str, kind: str, stream: Any) -> None:
+        try:
+            found[where, kind] = len(list(stream))
+        except DatasetFailed as error:
+            found[where, kind] = error.reason
+
+    with running(tmp_path) as server:
+        readers = []
+        for where in (server.url, str(tmp_path)):
+            later = PackedStream(where, dataset=plain, epochs=3)
+            later.set_epoch(1)
+            streams = {
+                "rank 0": PackedStream(where, dataset=plain, world_size=2),
+                "rank 1": PackedStream(where, dataset=plain, world_size=2, rank=1, tail="pad"),
+                "micro-batches": PackedStream(where, dataset=plain, micro_batches=4, balance="attention"),
+                "a later epoch": later,
+                "a step not packed": PackedStream(where, dataset=plain, packs_per_step=100),
+                "steps": PackedStream(where, dataset=of_steps, world_size=2),
+                "a mixture": MixedStream(
+                    [PackedStream(where, dataset=one) for one in (plain, ready)],
+                    weights=[1, 1],
+                    batches_per_step=2,
+                ),
+            }
+            readers += [
+                threading.Thread(target=drain, args=(where, kind, one)) for kind, one in streams.items()
+            ]
+        for reader in readers:
+            reader.start()
+        wait_for(lambda: server.service is not None and server.service.num_streams >= 6)
+        assert found == {}
+        for dataset in (plain, of_steps):
+            fail_dataset(tmp_path, dataset, detail="rows.jsonl, line 7: not JSON")
+        for reader in readers:
+            reader.join()
+    assert len(found) == len(readers) == 14
+    assert all("rows.jsonl, line 7: not JSON" in str(reason) for reason in found.values()), found
 
 
 def test_what_goes_wrong_arrives_as_the_clients_errors(tmp_path: Path) -> None:

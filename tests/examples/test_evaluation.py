@@ -9,7 +9,7 @@ import evaluation
 import pytest
 import torch
 import torch.distributed as dist
-from training import Row, on_ranks, pack_rows, rows_of, tiny
+from training import STEPS, Row, on_ranks, pack_rows, rows_of, tiny
 
 
 def alone(rows: list[Row]) -> dict[int, tuple[float, int]]:
@@ -48,6 +48,36 @@ def test_every_example_as_if_alone(tmp_path: Path, packing: dict[str, Any]) -> N
     rows = rows_of(23)
     dataset = pack_rows(tmp_path, rows, **packing)
     assert_equal_alone(evaluation.evaluate(tiny(), evaluation.open_stream(str(tmp_path), dataset)), rows)
+
+
+@pytest.mark.parametrize("packing", [{"strategy": "minibatch", "minibatch_size": 2}, STEPS])
+@pytest.mark.parametrize(("world_size", "packs_per_step"), [(1, 1), (2, 1), (2, 3), (3, 2), (7, 1)])
+def test_every_example_once_on_any_number_of_ranks(
+    tmp_path: Path, packing: dict[str, Any], world_size: int, packs_per_step: int
+) -> None:
+    """Also where the last step is mostly filled up, or a rank gets nothing else; and each time anew."""
+    rows = rows_of(9)
+    dataset = pack_rows(tmp_path, rows, **packing)
+    streams = [
+        evaluation.open_stream(
+            str(tmp_path), dataset, rank=rank, world_size=world_size, packs_per_step=packs_per_step
+        )
+        for rank in range(world_size)
+    ]
+    orders = []
+    for _ in range(2):
+        found: dict[int, evaluation.ExampleLoss] = {}
+        order = []
+        for stream in streams:
+            batches = list(stream)
+            order.append([batch.example_ids.tolist() for batch in batches])
+            for example, loss in evaluation.evaluate(tiny(), batches).items():
+                assert example not in found
+                found[example] = loss
+        assert len({len(batches) for batches in order}) == 1
+        assert_equal_alone(dict(sorted(found.items())), rows)
+        orders.append(order)
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize(

@@ -236,5 +236,10 @@ def test_f35_children_encode_after_the_parent_has(method):
     tokenizer.encode(["a b", "c", "d e f"])
     context = multiprocessing.get_context(method)
     with ProcessPoolExecutor(2, mp_context=context) as pool:
-        results = [pool.submit(_encode_two, tokenizer).result(timeout=60) for _ in range(2)]
+        try:
+            results = [pool.submit(_encode_two, tokenizer).result(timeout=60) for _ in range(2)]
+        except TimeoutError:
+            for process in pool._processes.values():  # else leaving the pool would wait for them for ever
+                process.kill()
+            raise
     assert results == [_encode_two(tokenizer)] * 2
