@@ -56,15 +56,23 @@ class ShardFiles:
         if not wait and _NOWAIT is None:
             raise WouldBlock
         flags = 0 if wait else _NOWAIT or 0
-        handle, of = None, ""
+        handle, of, descriptor, read = None, "", -1, os.preadv
         try:
             for key, sha256, offset, buffer in pieces:
-                if handle is None or key != of:
+                if key != of:
                     if handle is not None:
                         self._give_back(handle)
                         handle = None
                     handle, of = self._take(key, wait, sha256), key
-                _fill(handle.descriptor, key, offset, buffer, flags)
+                    descriptor = handle.descriptor
+                count = read(descriptor, (buffer,), offset, flags)
+                if count < len(buffer):
+                    _fill(descriptor, key, offset, buffer, count, flags)
+        except OSError as error:
+            # EOPNOTSUPP: not on this file system.
+            if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                raise WouldBlock from error
+            raise
         finally:
             if handle is not None:
                 self._give_back(handle)
@@ -160,18 +168,14 @@ class ShardFiles:
             ) from error
 
 
-def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, flags: int) -> None:
-    filled, size = 0, len(buffer)
-    while filled < size:
-        try:
-            count = os.preadv(descriptor, [buffer[filled:] if filled else buffer], offset + filled, flags)
-        except OSError as error:
-            # EOPNOTSUPP: not on this file system.
-            if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
-                raise WouldBlock from error
-            raise
+def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, filled: int, flags: int) -> None:
+    """Read what is left of `buffer`, whose first `filled` bytes were read."""
+    while filled < len(buffer):
+        count = os.preadv(descriptor, (buffer[filled:],), offset + filled, flags)
         if count == 0:
-            raise ShardMissing(f"{key} ends at byte {offset + filled}, {size - filled} more are needed")
+            raise ShardMissing(
+                f"{key} ends at byte {offset + filled}, {len(buffer) - filled} more are needed"
+            )
         filled += count
 
 

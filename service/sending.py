@@ -29,6 +29,7 @@ class ChunkedResponse(Response):
     """Sends the chunks of an iterator.
 
     The first chunk is asked for before the status is sent: what that raises is answered like any error.
+    end: follows the last chunk of an answer that is complete, and leaves with its end in one piece.
     `on_end(how)` hears "complete", "disconnected", "cut" or "refused".
     """
 
@@ -42,13 +43,14 @@ class ChunkedResponse(Response):
         status_code: int = 200,
         headers: dict[str, str] | None = None,
         media_type: str | None = None,
+        end: bytes = b"",
         on_end: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(None, status_code, headers, media_type)
         if headers is None or "content-length" not in headers:
             del self.headers["content-length"]
         self._service, self._chunks, self._kind, self._what = service, chunks, kind, what
-        self._on_end = on_end or (lambda how: None)
+        self._end, self._on_end = end, on_end or (lambda how: None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         how = "disconnected"
@@ -100,7 +102,8 @@ class ChunkedResponse(Response):
                     await asyncio.sleep(0)
         if not started:
             await send(self._start())
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        served.inc(len(self._end))  # before: whoever has all of it may ask what was counted
+        await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
     def _start(self) -> dict[str, object]:
         return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}

@@ -112,6 +112,7 @@ async def stream(
         what=f"stream of {dataset} (rank {rank} of {world_size}, epoch {epoch}, step {start})",
         headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
         media_type=MEDIA_TYPE,
+        end=shard.END_OF_STREAM,
         on_end=one.ended,
     )
 
@@ -176,7 +177,7 @@ class _Stream:
         return self._wanted.dataset, self._wanted.rank, max(0, self._ready - self._sent)
 
     async def chunks(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
-        """The bytes of the stream. Raises CutOff once it has begun, a Problem before."""
+        """The bytes of the stream, but for its end. Raises CutOff once it has begun, a Problem before."""
         head = shard.schema_message(self._wanted.dataset)
         try:
             async for part in self._parts(snapshot):
@@ -191,7 +192,8 @@ class _Stream:
             raise self._stopped(problems.from_store_error(error), head) from error
         except Problem as error:
             raise self._stopped(error, head) from error
-        yield head + shard.END_OF_STREAM
+        if head:  # of no steps
+            yield head
 
     def _stopped(self, problem: Problem, head: bytes) -> Exception:
         return problem if head else CutOff(problem.detail)

@@ -9,6 +9,7 @@ import pytest
 from packs import build_dataset, random_packs
 from serving import running
 
+from packer.shard import END_OF_STREAM
 from service.wire import Wire
 
 PACKS = random_packs(40, max_tokens=8192) * 4
@@ -48,6 +49,28 @@ def test_the_wire_carries_what_asgi_would(place, monkeypatch, caplog):
     assert by_wire == asked(*place)
     assert told == logged() == [len(body) for _, _, body in by_wire[0]]
     assert len(by_wire[0][0][2]) > 1 << 20  # several chunks
+
+
+def test_the_end_of_a_stream_leaves_in_one_piece(place, monkeypatch):
+    root, dataset = place
+    sent = []
+
+    def watched(app):
+        async def run(scope, receive, send):
+            async def told(message):
+                sent.append(message)
+                await send(message)
+
+            await app(scope, receive, told)
+
+        return run
+
+    monkeypatch.setattr("service.main.with_wires", watched)
+    with running(root) as server:
+        body = server.stream(dataset).body
+    *parts, last = (message for message in sent if message["type"] == "http.response.body")
+    assert (bytes(last["body"]), last["more_body"]) == (END_OF_STREAM, False)
+    assert b"".join([*(bytes(part["body"]) for part in parts), END_OF_STREAM]) == body
 
 
 class Connection:
