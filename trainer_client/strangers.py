@@ -33,6 +33,8 @@ def why_never(url: str, error: BaseException) -> str:
         )
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         begin = str(error).strip()[:40]
+        if begin.startswith("HTTP/") or "HTTP/".startswith(begin):
+            return ""  # cut off in its first line
         return (
             f"an HTTP server is required at {url}, found one that answers {begin!r}; is this the url and "
             "port of a padfree service? (https:// where its proxy has a certificate)"

@@ -87,6 +87,30 @@ def test_a_certificate_that_cannot_be_verified_is_refused_at_once(
     assert "SSL_CERT_FILE" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("cut", [1, 4, 5, 8, 10, 11, 12, 15, 17, 30, 38, 45])
+def test_an_answer_that_is_cut_off_is_no_strangers(tmp_path: Path, cut: int) -> None:
+    """The very first one, also within its first line: what comes next is asked for again."""
+    dataset = build_dataset(tmp_path, numbered_packs(2), packs_per_shard=2)
+    service, listener = FakeService(tmp_path), socket.create_server(("127.0.0.1", 0))
+    service.port = listener.getsockname()[1]
+
+    def cut_one_and_serve() -> None:
+        with listener, listener.accept()[0] as connection:
+            connection.recv(1 << 16)
+            connection.sendall(page("200 OK", b'{"state": "ready"}')[:cut])
+        service.start()
+
+    thread = threading.Thread(target=cut_one_and_serve)
+    thread.start()
+    try:
+        stream = PackedStream(service.url, dataset=dataset, timeout_s=30, report_s=None)
+        assert [batch.step for batch in stream] == [0, 1]
+        assert stream.stats().num_retries >= 1
+    finally:
+        thread.join()
+        service.stop()
+
+
 def test_a_port_that_speaks_no_http_is_refused_at_once(capsys: Any) -> None:
     with answering(b"SSH-2.0-OpenSSH_9.6\r\n") as port:
         with pytest.raises(StreamRefused, match=r"an HTTP server is required at .*'SSH-2\.0-OpenSSH_9\.6'"):
