@@ -31,6 +31,10 @@ class Body:
         """Bytes that are here and not taken."""
         return self._end - self._start
 
+    def here(self) -> memoryview:
+        """All that is here and not taken: good until the next call of `ahead`."""
+        return self._buffer[self._start : self._end]
+
     def ahead(self, size: int) -> memoryview:
         """The next `size` bytes, without taking them; fewer where the body ends. Never waits for more than
         these. Good until the next call. Raises OSError, http.client.HTTPException."""

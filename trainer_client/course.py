@@ -221,7 +221,7 @@ class Course:
             if self.num_steps is not None and number >= self.num_steps:
                 return Cursor(epoch=start.epoch + 1)  # as `normal` says it
             packs = start.packs + number * self.split.packs_of_step
-            return Cursor(epoch=start.epoch, packs=packs, step=start.step + number)
+            return Cursor(start.epoch, packs, start.step + number)
         dealt = self._deal.take(np.array([step]), 0)
         micro = 0 if dealt.done[0] else self._micro_step(step) + 1
         cursor = Cursor(
@@ -232,7 +232,7 @@ class Course:
     def within(self, step: int, micro_step: int) -> Cursor:
         """The cursor once the first `micro_step` micro-batches of `step` were taken, not all of them."""
         begin = self.after(step - 1) if step else self.start
-        return replace(begin, micro_step=micro_step)
+        return begin._replace(micro_step=micro_step)
 
     def optimizer_step(self, step: int) -> int:
         """The number of the optimiser step that loop step `step` is of, within the epoch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from packer import order
 from trainer_client.errors import StateMismatch
@@ -19,8 +19,7 @@ Tail = Literal["drop", "pad"]
 Balance = Literal["none", "attention"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor:
+class Cursor(NamedTuple):
     """After how much of which epoch. `step` counts the steps of this epoch, on any world size: those that
     Split deals, in a "step" dataset loop steps.
 
@@ -152,16 +151,23 @@ def to_state(
     }
 
 
-def state_at(cursor: Cursor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same state of a stream that stands at `cursor`."""
-    return {
-        **state,
-        "epoch": cursor.epoch,
-        "packs": cursor.packs,
-        "step": cursor.step,
-        "micro_step": cursor.micro_step,
-        "skip": [dict(one) for one in state["skip"]],
-    }
+class Place(NamedTuple):
+    """Where a stream stands once a batch was taken, as little of it as must be known for each one."""
+
+    cursor: Cursor
+    of_stream: Mapping[str, Any]  # its state at the start of the iteration
+
+    def document(self) -> dict[str, Any]:
+        """The state that `to_state` gives of a stream that stands here; nobody else's."""
+        cursor = self.cursor
+        return {
+            **self.of_stream,
+            "epoch": cursor.epoch,
+            "packs": cursor.packs,
+            "step": cursor.step,
+            "micro_step": cursor.micro_step,
+            "skip": [dict(one) for one in self.of_stream["skip"]],
+        }
 
 
 def place_in(state: Mapping[str, Any]) -> Cursor:
@@ -205,7 +211,7 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_st
             found=state["shuffle_seed"],
             hint="packs would be lost or doubled: open the stream with the seed of the state",
         )
-    cursor = Cursor(**{name: _count(name, state.get(name, 0)) for name in Cursor.__slots__})
+    cursor = Cursor(**{name: _count(name, state.get(name, 0)) for name in Cursor._fields})
     if cursor.micro_step and state.get("balance", "none") != split.balance:
         raise StateMismatch(
             "balance",

@@ -10,10 +10,11 @@ than a step, and all ranks choose alike without a word between them.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,6 +28,15 @@ log = logging.getLogger(__name__)
 STATE_VERSION = 1
 Until = Literal["first_exhausted", "all_exhausted"]
 Weights = Sequence[float] | Mapping[str, float]
+
+
+class _Saved(NamedTuple):
+    """A place whose state is kept, for what it is made of changes."""
+
+    state: dict[str, Any]
+
+    def document(self) -> dict[str, Any]:
+        return copy.deepcopy(self.state)
 
 
 class MixedStream:
@@ -206,7 +216,7 @@ class MixedStream:
             "step": number,
             "optimizer_step": step,
             "num_items_by_source": items,
-            "state": self._state(),
+            "place": _Saved(self._state()),
         }
         return replace(batches[0], **mine) if len(batches) == 1 else join(batches, **mine)
 

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 _HURRY_S = 0.0002  # a loop that comes back sooner does next to nothing with a batch
-_REST_S = 0.001
+_REST_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +73,6 @@ class Meter:
         self.occupancy = 0
         self.waiting_since: float | None = None  # the loop waits for a batch, not its first, now
 
-    def count(self, num_tokens: int, num_bytes: int) -> None:
-        """A batch was taken."""
-        self.num_batches += 1
-        self.num_tokens += num_tokens
-        self.num_bytes += num_bytes
-
     def stats(self) -> StreamStats:
         return StreamStats(
             num_batches=self.num_batches,
@@ -115,6 +109,7 @@ class _Buffer(Generic[T]):
         self._lock = threading.Lock()
         self._arrived = threading.Condition(self._lock)  # the loop waits for an item
         self._freed = threading.Condition(self._lock)  # the reader waits for its turn
+        self._is_awaited = False  # the loop does so
         self._is_parked = False  # the reader does so without a limit
         self._is_being_read = False  # the source, by one of the two
         self._rest_until = 0.0  # the reader's
@@ -129,7 +124,7 @@ class _Buffer(Generic[T]):
     def fill(self) -> None:
         """Read ahead until the end."""
         while self._wait_for_turn():
-            self._read()
+            self._read(keep=True)
         self._close_source()
 
     def _wait_for_turn(self) -> bool:
@@ -153,24 +148,29 @@ class _Buffer(Generic[T]):
 
     def get(self) -> T:
         """The next item. Raises what the source raised, StopIteration at the end."""
-        start = time.monotonic()
+        start, meter = time.monotonic(), self._meter
         is_hurried = start - self._left_at < _HURRY_S
         with self._lock:
             occupancy = len(self._items)
             is_mine = not occupancy and self._wants_turn(start, is_hurried)
+            entry = self._taken(is_hurried) if self._items else None
         if is_mine:
-            self._read()
-        with self._lock:
-            self._meter.waiting_since = None
-            if not self._items:
-                raise self._end()
-            item, num_bytes = self._items.popleft()
-            self._bytes -= num_bytes
-            self._measure(start, occupancy)
-            if self._is_parked or not is_hurried:
-                self._is_parked = False
-                self._freed.notify()
-        return item
+            entry = self._read(keep=False)
+        meter.waiting_since = None
+        if entry is None:
+            raise self._end()
+        self._measure(start, occupancy)
+        meter.num_bytes += entry[1]
+        return entry[0]
+
+    def _taken(self, is_hurried: bool) -> tuple[T, int]:
+        """Take what lies ready, and let the reader know of the room."""
+        entry = self._items.popleft()
+        self._bytes -= entry[1]
+        if self._is_parked or not is_hurried:
+            self._is_parked = False
+            self._freed.notify()
+        return entry
 
     def _end(self) -> BaseException:
         """What is raised, once. No variable may hold it there: it would keep the frames of who called."""
@@ -185,7 +185,9 @@ class _Buffer(Generic[T]):
             if not self._is_being_read:
                 self._is_being_read = True
                 return True
+            self._is_awaited = True
             self._arrived.wait()
+            self._is_awaited = False
         return False
 
     def _measure(self, start: float, occupancy: int) -> None:
@@ -201,8 +203,9 @@ class _Buffer(Generic[T]):
 
     # -------------------------------------------------------------- either
 
-    def _read(self) -> None:
-        """Read one item, or the end, for whoever has the turn."""
+    def _read(self, *, keep: bool) -> tuple[T, int] | None:
+        """Read one item, or the end, for whoever has the turn: to be kept ready, or to be taken at once."""
+        entry = None
         try:
             item = next(self._source)
             entry = item, self._size(item)
@@ -210,19 +213,25 @@ class _Buffer(Generic[T]):
             with self._lock:
                 self._ended, self._error = True, None if isinstance(error, StopIteration) else error
                 self._give_turn()
+                self._freed.notify()
         else:
             with self._lock:
-                if not self.closed.is_set():
+                if self.closed.is_set():
+                    entry = None
+                elif keep:
                     self._items.append(entry)
                     self._bytes += entry[1]
                 self._give_turn()
         if self.closed.is_set():
             self._close_source()
+        return entry
 
     def _give_turn(self) -> None:
         self._is_being_read = False
-        self._arrived.notify()
-        if self._ended:
+        if self._is_awaited:
+            self._arrived.notify()
+        if self._is_parked and not self._items:
+            self._is_parked = False
             self._freed.notify()
 
     def _close_source(self) -> None:

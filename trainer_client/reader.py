@@ -17,7 +17,7 @@ from typing import Any
 from trainer_client import specs
 from trainer_client.batch import PackedBatch, flatten
 from trainer_client.course import Course, Layout, Skip, normal, num_left_over, require_place, require_steps
-from trainer_client.cursor import Cursor, Split, Term, state_at, to_state
+from trainer_client.cursor import Cursor, Place, Split, Term, to_state
 from trainer_client.errors import ClientError, DataDamaged, Lost, Silent, StreamRefused, StreamTimeout
 from trainer_client.multiples import with_multiple
 from trainer_client.prefetch import Meter
@@ -292,14 +292,13 @@ class Reader:
     def _steps(self, request: Request, course: Course) -> Generator[list[PackedBatch], None, None]:
         """Packs grouped to steps: the batches of each."""
         group: list[Received] = []
-        step = request.start
-        size = course.packs_a_step
+        step, epoch, size = request.start, request.epoch, course.packs_a_step
         with contextlib.closing(self.transport.packs(request)) as packs:
             for received in packs:
                 stamp = received.stamp
-                if (stamp.epoch, stamp.step) != (request.epoch, step):
+                if stamp.step != step or stamp.epoch != epoch:
                     raise Lost(
-                        f"step {step} of epoch {request.epoch} was due, the stream sent step {stamp.step} of "
+                        f"step {step} of epoch {epoch} was due, the stream sent step {stamp.step} of "
                         f"epoch {stamp.epoch}",
                         damaged=True,
                     )
@@ -355,5 +354,5 @@ class Reader:
             num_items=stamp.num_items,
             step_done=stamp.step_done,
             max_tokens=room,
-            state=state_at(after, self._state),
+            place=Place(after, self._state),
         )

@@ -37,7 +37,7 @@ _CONNECT_S = 10.0
 _ASK_S = 10.0  # for a dataset's view
 _REPORT_S = 5.0
 _MAX_HEADER_BYTES = 1 << 20
-_MAX_BODY_BYTES = 1 << 31
+_MAX_MESSAGE_BYTES = 1 << 31
 _CONTINUATION = b"\xff\xff\xff\xff"
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _FAULTS = (OSError, http.client.HTTPException)  # TimeoutError and ssl.SSLError are OSErrors
@@ -79,7 +79,8 @@ class HttpTransport:
         self._lock = threading.Lock()
         self._closed = False
         self._has_answered = False
-        self._hint = 0  # where the stamp lay in the last header
+        # Of the last message: its first bytes, the size they say, and where its stamp lay.
+        self._prefix, self._header_bytes, self._stamp_at = b"", 8, 0
 
     # -------------------------------------------------------------- the dataset
 
@@ -286,22 +287,26 @@ class HttpTransport:
 
     def _read_message(self, body: Body) -> Received | None:
         """The next pack, or None at the end-of-stream mark."""
-        prefix = self._ahead(body, 8, "the next pack", silent=True)
-        if prefix == shard.END_OF_STREAM:
-            return None
-        header_bytes = _header_size(prefix)
-        header = self._ahead(body, header_bytes, "a pack's header")
+        here, header_bytes = body.here(), self._header_bytes
+        if len(here) < header_bytes or here[:8] != self._prefix:  # else as the last one, and all here
+            prefix = self._ahead(body, 8, "the next pack", silent=True)
+            if prefix == shard.END_OF_STREAM:
+                return None
+            header_bytes = self._header_bytes = _header_size(prefix)
+            self._prefix = bytes(prefix)
+            here = self._ahead(body, header_bytes, "a pack's header")
         try:
-            stamp, self._hint = locate_stamp(header, hint=self._hint)
+            stamp, self._stamp_at = locate_stamp(here[:header_bytes], hint=self._stamp_at)
         except ShardError as error:
             raise Lost(str(error), damaged=True) from error
-        body_bytes = stamp.body_bytes
-        if body_bytes > _MAX_BODY_BYTES:
-            raise Lost(f"a pack of {body_bytes} bytes was announced", damaged=True)
-        size = header_bytes + body_bytes
-        pack = decode(self._ahead(body, size, "a pack"), header_bytes)
+        size = header_bytes + stamp.body_bytes
+        if size > _MAX_MESSAGE_BYTES:
+            raise Lost(f"a pack of {size} bytes was announced", damaged=True)
+        if len(here) < size:
+            here = self._ahead(body, size, "a pack")
+        pack = decode(here[:size], header_bytes)
         body.take(size)
-        return Received(pack=pack, stamp=stamp, num_bytes=size)
+        return Received(pack, stamp, size)
 
     def _ahead(self, body: Body, size: int, what: str, *, silent: bool = False) -> memoryview:
         """The next `size` bytes. Raises Lost; Silent where not one came and none was due."""

@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from packer import traces
 from trainer_client import specs
@@ -26,6 +26,7 @@ from trainer_client.course import (
 from trainer_client.cursor import (
     Balance,
     Cursor,
+    Place,
     Split,
     Tail,
     Term,
@@ -206,14 +207,15 @@ class PackedStream:
     def _taken(
         self, prefetcher: Prefetcher[PackedBatch], reader: Reader, iteration: int
     ) -> Iterator[PackedBatch]:
+        meter, is_empty = self._meter, True
         try:
-            is_empty = True
             for batch in prefetcher:
                 is_empty = False
                 self._require_current(iteration)
                 # Before the loop's body runs: a state saved in it counts this batch as taken.
-                self._follow(batch.state)
-                self._meter.count(batch.num_tokens, batch.num_bytes)
+                self._cursor = cast(Place, batch.place).cursor
+                meter.num_batches += 1
+                meter.num_tokens += len(batch.input_ids)
                 yield batch
                 self._require_current(iteration)
             self._require_current(iteration)

@@ -96,7 +96,7 @@ def decode_pack(message: memoryview, header_bytes: int) -> Pack:
     The same as `decode_message`, at half the cost: values are decompressed right out of the message, without
     Arrow's reader between. No array is a view of the message.
     """
-    num_rows, lengths, extents, is_compressed = read_places(message[:header_bytes])
+    num_rows, lengths, extents, is_compressed = read_places(message, header_bytes)
     if num_rows != 1:
         raise ShardError(f"one pack a record batch is required, found {num_rows}")
     if min(lengths) < 0 or min(extents) < 0:

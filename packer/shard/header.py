@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from packer.shard.layout import ShardError
 
-_Unpack = Callable[[memoryview, int], tuple[Any, ...]]
+_Unpack = Callable[..., tuple[Any, ...]]
 _uint16: _Unpack = struct.Struct("<H").unpack_from
 _int32: _Unpack = struct.Struct("<i").unpack_from
 _int64: _Unpack = struct.Struct("<q").unpack_from
@@ -76,17 +76,20 @@ class _Form(NamedTuple):
 _last: _Form | None = None  # a form is never changed, so threads may share it
 
 
-def read_places(header: memoryview) -> Places:
-    """What the header of a record batch message of our schema says. Raises ShardError for any other."""
+def read_places(message: memoryview, header_bytes: int) -> Places:
+    """What the header of a record batch message of our schema says. Raises ShardError for any other.
+
+    message: its header at least.
+    """
     global _last
     form = _last
     try:
-        if form is None or len(header) < form.num_bytes or form.look(header, 0) != form.seen:
-            form = _last = _Look(header).form()
+        if form is None or header_bytes < form.num_bytes or form.look(message) != form.seen:
+            form = _last = _Look(message[:header_bytes]).form()
         return Places(
-            _int64(header, form.length_at)[0],
-            _lengths(header, form.nodes_at),
-            _extents(header, form.buffers_at),
+            _int64(message, form.length_at)[0],
+            _lengths(message, form.nodes_at),
+            _extents(message, form.buffers_at),
             form.is_compressed,
         )
     except (struct.error, IndexError) as error:
@@ -131,7 +134,7 @@ class _Look:
         return _Form(
             num_bytes=len(self._header),
             look=look,
-            seen=look(self._header, 0),
+            seen=look(self._header),
             length_at=batch[_LENGTH],
             nodes_at=nodes_at,
             buffers_at=buffers_at,
@@ -140,12 +143,15 @@ class _Look:
 
     def _again(self) -> _Unpack:
         """Gives the bytes looked at, of any header."""
-        form, at = "<", 0
+        pieces: list[list[int]] = []
         for start, stop in sorted(self._seen):
-            start = max(at, start)
-            if start < stop:
-                form, at = f"{form}{start - at}x{stop - start}s", stop
-        return struct.Struct(form).unpack_from
+            if pieces and start <= pieces[-1][1]:
+                pieces[-1][1] = max(stop, pieces[-1][1])
+            else:
+                pieces.append([start, stop])
+        ends = [0, *(stop for _, stop in pieces)]
+        gaps = (f"{start - end}x{stop - start}s" for end, (start, stop) in zip(ends, pieces, strict=False))
+        return struct.Struct("<" + "".join(gaps)).unpack_from
 
     def _byte(self, at: int) -> int:
         self._seen.append((at, at + 1))

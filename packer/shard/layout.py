@@ -70,9 +70,8 @@ def _ramp(length: int) -> NDArray[np.int32]:
 
 def labels(input_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> NDArray[np.int32]:
     """`input_ids` where trained, else -100; not shifted. (num_tokens,) int32."""
-    out = np.empty(len(input_ids), np.int32)
-    out.fill(IGNORE_INDEX)
-    np.copyto(out, input_ids, where=loss_mask)
+    out = input_ids.copy()
+    out[~loss_mask] = IGNORE_INDEX
     return out
 
 

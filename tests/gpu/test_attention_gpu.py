@@ -40,7 +40,7 @@ def batch_of(lengths: list[int], seed: int = 0) -> PackedBatch:
         cu_seqlens=cu_seqlens,
         example_ids=np.arange(len(lengths), dtype=np.int64),
     )
-    return flatten([pack], padding=[False], epoch=0, step=0, num_items=1, step_done=True, state={})
+    return flatten([pack], padding=[False], epoch=0, step=0, num_items=1, step_done=True)
 
 
 def qkv(num_tokens: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ def pack_batch(seed: int):
     from trainer_client.batch import flatten
 
     packs = random_packs(200, max_tokens=512, seed=seed)
-    return flatten(packs, padding=[False] * 200, epoch=0, step=0, num_items=1, step_done=True, state={})
+    return flatten(packs, padding=[False] * 200, epoch=0, step=0, num_items=1, step_done=True)
 
 
 def test_taking_a_batch_waits_for_nothing_on_the_host(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def batch_of(case: str, seed: int = 0) -> PackedBatch:
     lengths = CASES[case]
     pack = pack_of([rng.integers(0, 97, length).tolist() for length in lengths], range(len(lengths)))
     return flatten(
-        [pack], padding=[False], epoch=0, step=0, num_items=max(1, pack.num_trained), step_done=True, state={}
+        [pack], padding=[False], epoch=0, step=0, num_items=max(1, pack.num_trained), step_done=True
     )
 
 

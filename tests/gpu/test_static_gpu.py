@@ -23,7 +23,7 @@ SHAPE = StaticShape(num_tokens=2048, num_segments=64)
 
 def batch_of(seed: int) -> PackedBatch:
     packs = random_packs(5, max_tokens=400, vocab_size=97, seed=seed)
-    return flatten(packs, padding=[False] * 5, epoch=0, step=0, num_items=1, step_done=True, state={})
+    return flatten(packs, padding=[False] * 5, epoch=0, step=0, num_items=1, step_done=True)
 
 
 def model_of(backend: str) -> Any:

@@ -29,7 +29,7 @@ def batch_of(seed: int, max_tokens: int | None = None) -> PackedBatch:
         step=7,
         num_items=1,
         step_done=True,
-        state={},
+
         max_tokens=max_tokens,
     )
 
