@@ -218,3 +218,9 @@ def _counters(packs: Sequence[Pack]) -> dict[str, Any]:
         num_packs=len(packs),
     )
     return {**dataclasses.asdict(counters), "rejected": []}
+
+
+def changed(pack: Pack, **arrays: Any) -> Pack:
+    """The same pack with other arrays."""
+    names = ("input_ids", "loss_mask", "cu_seqlens", "example_ids")
+    return Pack(**{name: arrays.get(name, getattr(pack, name)) for name in names})

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from packer.shard.encode import CONTINUATION, MAGIC_BYTES, schema_message
 from packer.shard.header import read_places
-from packer.shard.layout import FIELDS, FORMAT_VERSION, Pack, ShardError, check
+from packer.shard.layout import FIELDS, FORMAT_VERSION, Bits, Pack, ShardError, check
 from packer.shard.stamp import Stamp, read_stamp, verify_message
 
 _NAMES = [each.name for each in FIELDS]
@@ -85,8 +85,8 @@ def decode_message(message: bytes | bytearray | memoryview) -> list[Pack]:
 _decompress = pa.Codec("lz4").decompress
 _int64 = struct.Struct("<q").unpack_from
 # Looked up once: names and types found anew take a microsecond a pack.
-_frombuffer, _unpackbits = np.frombuffer, np.unpackbits
-_INT32, _INT64, _UINT8, _BOOL = map(np.dtype, (np.int32, np.int64, np.uint8, np.bool_))
+_frombuffer = np.frombuffer
+_INT32, _INT64, _UINT8 = map(np.dtype, (np.int32, np.int64, np.uint8))
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error)
 
 
@@ -105,10 +105,9 @@ def decode_pack(message: memoryview, header_bytes: int) -> Pack:
     ids_at, ids_size, mask_at, mask_size, cu_at, cu_size, examples_at, examples_size = extents
     body, take = message[header_bytes:], _decompressed if is_compressed else _copied
     try:
-        bits = take(body, mask_at, mask_size, _UINT8, -(-num_bits // 8))
         return Pack(
             input_ids=take(body, ids_at, ids_size, _INT32, num_tokens),
-            loss_mask=_unpackbits(bits, None, num_bits, "little").view(_BOOL),
+            loss_mask=Bits(take(body, mask_at, mask_size, _UINT8, -(-num_bits // 8)), num_bits),
             cu_seqlens=take(body, cu_at, cu_size, _INT32, num_bounds),
             example_ids=take(body, examples_at, examples_size, _INT64, num_segments),
         )

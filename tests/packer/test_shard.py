@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,13 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packs import pack_of, random_packs
+from packs import changed, pack_of, random_packs
 
 from packer import shard
 from packer.shard import Pack, ShardError, Stamp, header
 from packer.shard.decode import validate_row
 from packer.shard.encode import record_batch
+from packer.shard.layout import Bits
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -57,7 +58,7 @@ def test_decode_of_encode_is_the_same_and_valid(many: list[Pack]) -> None:
 def test_equal_packs_give_equal_bytes_whatever_arrays_they_are_views_of() -> None:
     many = random_packs(5)
     padded = [np.concatenate([[7], p.input_ids, [7]]).astype(np.int32) for p in many]
-    views = [dataclasses.replace(p, input_ids=q[1:-1]) for p, q in zip(many, padded, strict=True)]
+    views = [changed(p, input_ids=q[1:-1]) for p, q in zip(many, padded, strict=True)]
     assert bytes(shard.encode_shard(many, "x")[0]) == bytes(shard.encode_shard(views, "x")[0])
 
 
@@ -94,7 +95,7 @@ def test_f26_all_shards_have_one_schema() -> None:
 
 
 def _broken(**changes: object) -> Pack:
-    return dataclasses.replace(pack_of([[5, 6, 7], [8, 9]], [0, 1]), **changes)  # type: ignore[arg-type]
+    return changed(pack_of([[5, 6, 7], [8, 9]], [0, 1]), **changes)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +276,32 @@ def test_headers_of_other_forms_are_read_in_any_order(monkeypatch: pytest.Monkey
     for order in ((0, 1, 2, 3, 4, 5), (0, 3, 1, 4, 2, 5), (5, 4, 2, 0, 1, 3)):
         for number in order:
             assert shard.decode_pack(*messages[number]) == packs[number]
+
+
+@given(st.lists(st.booleans(), max_size=70), st.integers(0, 2**31 - 1))
+def test_labels_out_of_bits_are_those_out_of_a_mask(trained: list[bool], token: int) -> None:
+    ids = np.arange(token - len(trained), token, dtype=np.int32)
+    ids[ids < 0] = 0
+    mask = np.array(trained, np.bool_)
+    rest: dict[str, Any] = {"cu_seqlens": np.zeros(1, np.int32), "example_ids": np.zeros(0, np.int64)}
+    bits = Bits(np.packbits(mask, bitorder="little"), len(mask))
+    stored, made = Pack(input_ids=ids, loss_mask=bits, **rest), Pack(input_ids=ids, loss_mask=mask, **rest)
+    wanted = [token if is_trained else -100 for token, is_trained in zip(ids.tolist(), trained, strict=True)]
+    for pack in (stored, made):
+        assert pack.labels.dtype == np.int32
+        assert pack.labels.tolist() == wanted
+        assert pack.loss_mask.tolist() == trained
+        assert pack.labels.tolist() == wanted
+    copied = pickle.loads(pickle.dumps(Pack(input_ids=ids, loss_mask=bits, **rest)))
+    assert copied == stored == made
+
+
+def test_a_mask_that_was_written_to_counts() -> None:
+    pack = shard.decode_pack(*_message([pack_of([[5, 6, 7]], [0])]))
+    assert pack.labels.tolist() == [-100, 6, 7]
+    pack.loss_mask[1] = False
+    assert pack.labels.tolist() == [-100, -100, 7]
+    assert pack.num_trained == 1
 
 
 def test_positions_of_any_length_are_counted() -> None:

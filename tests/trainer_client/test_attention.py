@@ -66,7 +66,6 @@ def batch_of(*, num_packs: int = 3, seed: int = 0) -> PackedBatch:
         step=0,
         num_items=sum(pack.num_trained for pack in packs),
         step_done=True,
-
     )
 
 

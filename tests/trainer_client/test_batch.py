@@ -25,7 +25,6 @@ def batch_of(packs: list[Pack], *, padding: list[bool] | None = None) -> PackedB
         step=0,
         num_items=sum(pack.num_trained for pack in packs),
         step_done=True,
-
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from packs import build_dataset, random_packs
+from packs import build_dataset, changed, random_packs
 from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,7 +29,6 @@ def batch_of(seed: int, max_tokens: int | None = None) -> PackedBatch:
         step=7,
         num_items=1,
         step_done=True,
-
         max_tokens=max_tokens,
     )
 
@@ -109,8 +108,11 @@ def test_more_segments_than_usual_take_the_next_power_of_two() -> None:
     batch = batch_of(0, max_tokens=192)
     one_token_each = dataclasses.replace(
         batch,
-        cu_seqlens=torch.arange(batch.num_tokens + 1, dtype=torch.int32).numpy(),
-        example_ids=torch.arange(batch.num_tokens).numpy(),
+        pack=changed(
+            batch.pack,
+            cu_seqlens=torch.arange(batch.num_tokens + 1, dtype=torch.int32).numpy(),
+            example_ids=torch.arange(batch.num_tokens).numpy(),
+        ),
     )
     most = 16
     while most < batch.num_tokens + 1:
