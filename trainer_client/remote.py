@@ -24,7 +24,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from packer import shard
-from packer.shard import ShardError, locate_stamp
+from packer.shard import ShardError, read_stamp
 from trainer_client import strangers
 from trainer_client.body import Body
 from trainer_client.course import Layout
@@ -79,8 +79,7 @@ class HttpTransport:
         self._lock = threading.Lock()
         self._closed = False
         self._has_answered = False
-        # Of the last message: its first bytes, the size they say, and where its stamp lay.
-        self._prefix, self._header_bytes, self._stamp_at = b"", 8, 0
+        self._prefix, self._header_bytes = b"", 8  # of the last message, and the size that it says
 
     # -------------------------------------------------------------- the dataset
 
@@ -296,7 +295,7 @@ class HttpTransport:
             self._prefix = bytes(prefix)
             here = self._ahead(body, header_bytes, "a pack's header")
         try:
-            stamp, self._stamp_at = locate_stamp(here[:header_bytes], hint=self._stamp_at)
+            stamp = read_stamp(here[:header_bytes])
         except ShardError as error:
             raise Lost(str(error), damaged=True) from error
         size = header_bytes + stamp.body_bytes

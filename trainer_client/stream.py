@@ -36,15 +36,7 @@ from trainer_client.cursor import (
     term_from,
     to_state,
 )
-from trainer_client.errors import (
-    ClientError,
-    DataDamaged,
-    DatasetFailed,
-    Lost,
-    StateMismatch,
-    StreamRefused,
-    UnknownDataset,
-)
+from trainer_client.errors import ClientError, Lost, StateMismatch
 from trainer_client.multiples import require_multiple
 from trainer_client.options import rank_and_size, whole, whole_or_none
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
@@ -326,7 +318,7 @@ class PackedStream:
         """
         layout = Layout()
         # Where the size cannot be told now, reading tells why.
-        with contextlib.suppress(Lost, UnknownDataset, DatasetFailed, DataDamaged, StreamRefused):
+        with contextlib.suppress(Lost, ClientError):
             layout = self._transport.layout()
         try:
             cursor = from_state(state, self._split, self.dataset, marks_steps=layout.step_sizes is not None)

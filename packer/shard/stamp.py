@@ -36,7 +36,7 @@ _READ = struct.Struct(f"{_CRC_AT}s {_CRC_LENGTH}s {_ROOM_AT - _CRC_AT - _CRC_LEN
 _WRITE = struct.Struct(_READ.format.partition(" ")[2])  # the same without the mark
 _NO_CRC = b"0" * _CRC_LENGTH
 _SEAL = struct.Struct(f"{_CRC_AT}x {_CRC_LENGTH}s 6x 12s").unpack_from  # checksum and length
-_last_at = 0  # where the stamp lay in the last header that was checked: headers look alike
+_last_at = 0  # where the stamp lay in the last header: headers look alike, and threads may share it
 _PATTERN = re.compile(
     rb"padfree1 crc32=([0-9a-f]{8}) body=(\d{12}) "
     rb"epoch=(\d{8}) step=(\d{12}) items=(\d{12}) done=([01]) pad=([01])"
@@ -78,9 +78,10 @@ def read_stamp(header: bytes | bytearray | memoryview) -> Stamp:
     return locate_stamp(header)[0]
 
 
-def locate_stamp(header: bytes | bytearray | memoryview, *, hint: int = 0) -> tuple[Stamp, int]:
-    """The stamp of a message and where it lies in the header. `hint`: where it lay in the last one."""
-    found = _PATTERN.match(header, hint) or _PATTERN.search(header)
+def locate_stamp(header: bytes | bytearray | memoryview) -> tuple[Stamp, int]:
+    """The stamp of a message and where it lies in the header."""
+    global _last_at
+    found = _PATTERN.match(header, _last_at) or _PATTERN.search(header)
     if found is None:
         at = _find_stamp(header)
         text = bytes(header[at : at + _STAMP_LENGTH])
@@ -95,7 +96,8 @@ def locate_stamp(header: bytes | bytearray | memoryview, *, hint: int = 0) -> tu
         step_done=done == b"1",
         padding=padding == b"1",
     )
-    return stamp, found.start()
+    _last_at = found.start()
+    return stamp, _last_at
 
 
 def _said(text: bytes) -> int:
@@ -213,10 +215,9 @@ def verify_message(
 
 def check_message(message: memoryview, header_bytes: int) -> None:
     """`verify_message` for who needs no numbers of the stamp, in a fifth of the time."""
-    global _last_at
     at = _last_at
     if message[at : at + _CRC_AT] != _STAMP_MARK:
-        at = _last_at = locate_stamp(message[:header_bytes])[1]
+        at = locate_stamp(message[:header_bytes])[1]
     crc, num_bytes = _SEAL(message, at)
     if num_bytes != b"%012d" % (len(message) - header_bytes) or crc != b"%08x" % _checksum(message, at):
         verify_message(message, header_bytes)  # says what is wrong
