@@ -41,6 +41,7 @@ from packer.shard.checksum import crc32  # noqa: E402
 
 PEERS = {"datasets": "datasets", "ray_data": "ray", "mosaicml": "streaming", "litdata": "litdata"}
 SLOW = ("datasets", "ray_data")
+FAR = (*SLOW, "mosaicml")
 TITLES = {
     "socket": "raw socket copy",
     "nginx": "nginx, `sendfile` of the shard files",
@@ -252,8 +253,8 @@ def take_turns(runs: dict[str, Callable[[], Result]], repeat: int) -> dict[str, 
     found: dict[str, list[Result]] = {name: [] for name in runs}
     for turn in range(repeat):
         for name, run in runs.items():
-            if turn and name in PEERS:
-                continue  # once is enough: they are far away
+            if turn and name in FAR:
+                continue  # once is enough
             try:
                 found[name].append(run())
             except RuntimeError as error:
