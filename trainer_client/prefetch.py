@@ -115,7 +115,7 @@ class _Buffer(Generic[T]):
         self._rest_until = 0.0  # the reader's
         self._ended = False
         self._error: BaseException | None = None
-        self.closed = threading.Event()
+        self._is_closed = False
         self._first: float | None = None
         self._left_at = float("-inf")  # when the loop got its last item
 
@@ -130,7 +130,7 @@ class _Buffer(Generic[T]):
     def _wait_for_turn(self) -> bool:
         """Until there is room and the loop is in no hurry. False where nobody wants any more."""
         with self._lock:
-            while not (self._ended or self.closed.is_set()):
+            while not (self._ended or self._is_closed):
                 start = time.monotonic()
                 is_full = len(self._items) >= self._max_items or self._bytes >= self._max_bytes
                 rest_s = self._rest_until - start
@@ -181,7 +181,7 @@ class _Buffer(Generic[T]):
         """Take the turn where nothing is ready and the reader is not at it; else wait for what it reads."""
         self._meter.waiting_since = None if self._first is None else start
         self._rest_until = start + _REST_S if is_hurried else 0.0
-        while not (self._items or self._ended or self.closed.is_set()):
+        while not (self._items or self._ended or self._is_closed):
             if not self._is_being_read:
                 self._is_being_read = True
                 return True
@@ -216,13 +216,13 @@ class _Buffer(Generic[T]):
                 self._freed.notify()
         else:
             with self._lock:
-                if self.closed.is_set():
+                if self._is_closed:
                     entry = None
                 elif keep:
                     self._items.append(entry)
                     self._bytes += entry[1]
                 self._give_turn()
-        if self.closed.is_set():
+        if self._is_closed:
             self._close_source()
         return entry
 
@@ -244,8 +244,8 @@ class _Buffer(Generic[T]):
             self._source.close()
 
     def close(self) -> None:
-        self.closed.set()
         with self._lock:
+            self._is_closed = True
             self._items.clear()
             self._arrived.notify()
             self._freed.notify()

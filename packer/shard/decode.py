@@ -99,7 +99,7 @@ def decode_pack(message: memoryview, header_bytes: int) -> Pack:
     num_rows, lengths, extents, is_compressed = read_places(message, header_bytes)
     if num_rows != 1:
         raise ShardError(f"one pack a record batch is required, found {num_rows}")
-    if min(lengths) < 0 or min(extents) < 0:
+    if min(lengths + extents) < 0:
         raise ShardError(f"lengths must not be negative, found {lengths} and {extents}")
     num_tokens, num_bits, num_bounds, num_segments = lengths
     ids_at, ids_size, mask_at, mask_size, cu_at, cu_size, examples_at, examples_size = extents

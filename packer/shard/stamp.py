@@ -87,15 +87,8 @@ def locate_stamp(header: bytes | bytearray | memoryview) -> tuple[Stamp, int]:
         text = bytes(header[at : at + _STAMP_LENGTH])
         raise ShardError(f"the stamp of a record batch is damaged: {text!r}")
     crc32, body_bytes, epoch, step, num_items, done, padding = found.groups()
-    stamp = Stamp(
-        crc32=int(crc32, 16),
-        body_bytes=int(body_bytes),
-        epoch=int(epoch),
-        step=int(step),
-        num_items=int(num_items),
-        step_done=done == b"1",
-        padding=padding == b"1",
-    )
+    numbers = int(crc32, 16), int(body_bytes), int(epoch), int(step), int(num_items)
+    stamp = Stamp(*numbers, done == b"1", padding == b"1")
     _last_at = found.start()
     return stamp, _last_at
 
