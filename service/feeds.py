@@ -113,6 +113,10 @@ class Feed:
                 if self._snapshot is not None and self._snapshot is not seen:
                     return self._snapshot
                 await self._changed.wait()
+                if self._closed or not self._poller.done() or self._poller.cancelled():
+                    continue
+                if (error := self._poller.exception()) is not None:
+                    raise error  # who waits for a look that nobody takes any more would wait for ever
             raise problems.unknown_dataset(self.dataset)
         finally:
             self._num_waiting -= 1
@@ -133,6 +137,18 @@ class Feed:
             return await asyncio.get_running_loop().run_in_executor(self._executor, read)
 
     async def _poll(self) -> None:
+        try:
+            await self._look_again()
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake all who wait."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _look_again(self) -> None:
+        """Look for changes while anybody waits for one."""
         pause_s = _POLL_FIRST_S
         while self._num_waiting:
             with contextlib.suppress(TimeoutError):
@@ -146,8 +162,7 @@ class Feed:
             changed = self._snapshot is not before
             pause_s = _POLL_FIRST_S if changed else min(pause_s * _POLL_GROWTH, _POLL_LAST_S)
             if changed:
-                self._changed.set()
-                self._changed = asyncio.Event()
+                self._tell()
 
     # In a thread, one at a time.
 

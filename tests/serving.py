@@ -16,13 +16,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import uvicorn
@@ -131,18 +132,23 @@ def spawned(
     port = port or free_port()
     command = [sys.executable, "-m", "padfree", "serve", "--workers", "0", "--port", str(port)]
     command += ["--store", str(store), "--data-root", str(data_root or store)]
-    process = subprocess.Popen(command, env={**os.environ, **environ}, stderr=subprocess.PIPE)
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below. A pipe that nobody reads would stop it
+    process = subprocess.Popen(command, env={**os.environ, **environ}, stderr=log)
     try:
         server = Server(port=port, process=process)
         wait_for(lambda: process.poll() is not None or _answers(server))
-        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        assert process.poll() is None, _said(log)
         yield server
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
         process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
+        log.close()
+
+
+def _said(log: IO[bytes]) -> str:
+    log.seek(0)
+    return log.read().decode()
 
 
 def _answers(server: Server) -> bool:

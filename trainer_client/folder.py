@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -113,7 +114,11 @@ class FolderTransport:
             return
         if not self._store.is_there():
             raise UnknownDataset(f"there is no store {self._root}: give the --store of `padfree pack`")
-        if self._manifest.spec() is None:
+        try:
+            spec = self._manifest.spec()
+        except ManifestError as error:
+            raise DataDamaged(f"dataset {self.dataset}: {error}") from error
+        if spec is None:
             raise UnknownDataset(
                 f"there is no dataset {self.dataset} in the store {self._root}; `padfree datasets` lists them"
             )
@@ -239,7 +244,10 @@ class FolderTransport:
         key = self._manifest.shards[index].key
         try:
             view = self._store.map(key, sha256=self._manifest.shards[index].sha256)
-        except (FileNotFoundError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+            is_gone = isinstance(error, FileNotFoundError | ValueError) or error.errno == errno.EISDIR
+            if not is_gone:
+                raise Lost(f"shard {key} cannot be read: {error}") from error
             if self._drop_copy(index):
                 return self._map(index)
             self._require_there()
@@ -247,8 +255,6 @@ class FolderTransport:
                 f"shard {key} of dataset {self.dataset} is not in the store {self._root} any more ({error}); "
                 f"{repair(self.dataset)}"
             ) from error
-        except OSError as error:
-            raise Lost(f"shard {key} cannot be read: {error}") from error
         self._maps[index] = view
         if len(self._maps) > _MAX_OPEN_SHARDS:
             self._maps.popitem(last=False)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from packs import build_dataset, numbered_packs
 
+from packer.manifest import Manifest
 from packer.store import LocalStore
 from service.feeds import Feeds
 from service.problems import Problem
@@ -42,5 +43,29 @@ def test_ranks_that_come_at_once_ask_the_store_once(tmp_path):
             assert store.num_asked == 2  # who comes later wants to know how it is then
             with pytest.raises(Problem):
                 await feeds.get("0" * 32)
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_more_hears_of_a_look_that_failed(tmp_path, monkeypatch):
+    """Whatever it failed of: else every stream of the dataset would wait for ever."""
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2, finished=False)
+
+    async def run():
+        with ThreadPoolExecutor(4) as executor:
+            feed = await Feeds(LocalStore(tmp_path), executor).get(dataset)
+            seen = await feed.fresh()
+            waiting = [asyncio.create_task(feed.after(seen)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(Manifest, "refresh", lambda _: 1 / 0)
+            found = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 20)
+            assert [type(one) for one in found] == [ZeroDivisionError] * 3
+            monkeypatch.undo()
+            again = asyncio.create_task(feed.after(seen))  # the next one looks anew
+            await asyncio.sleep(0.2)
+            assert not again.done()
+            feed.close()
+            with pytest.raises(Problem):
+                await asyncio.wait_for(again, 20)
 
     asyncio.run(run())

@@ -132,6 +132,22 @@ def test_a_damaged_shard_in_a_folder_is_named(tmp_path: Path, dataset: str) -> N
     assert 6 <= len(seen) < 12
 
 
+def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path: Path, dataset: str) -> None:
+    """Not a store that stumbles, which would be asked until the timeout."""
+    shard = sorted((tmp_path / "datasets" / dataset / "shards").iterdir())[1]
+    shard.unlink()
+    shard.mkdir()
+    seen: list[int] = []
+    with pytest.raises(DataDamaged, match=rf"{shard.name}.*pack it again"):
+        collect(PackedStream(tmp_path, dataset=dataset, timeout_s=5), seen)
+    assert seen == list(range(6))
+    spec = tmp_path / "datasets" / dataset / "spec.json"
+    spec.unlink()
+    spec.mkdir()
+    with pytest.raises(DataDamaged, match=r"spec\.json"):
+        collect(PackedStream(tmp_path, dataset=dataset, timeout_s=5), seen)
+
+
 @pytest.mark.parametrize("num_gone", [1, 2, 3, 4])
 def test_a_folder_stream_that_meets_a_removal_is_told_so(
     tmp_path: Path, dataset: str, num_gone: int, monkeypatch: Any
