@@ -34,6 +34,11 @@ def whole_or_none(name: str, value: Any) -> int | None:
     return None if value is None else whole(name, value)
 
 
+def token_of(token: str | None) -> str | None:
+    """The bearer token to send: the one given, else PADFREE_TOKEN of the environment; "" sends none."""
+    return token if token is not None else os.environ.get("PADFREE_TOKEN") or None
+
+
 def rank_and_size(rank: int | None, world_size: int | None, dataset: str) -> tuple[int, int]:
     """Rank and world size of a stream: 0 and 1 where they are not given.
 

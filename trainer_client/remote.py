@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from packer import shard
 from packer.shard import ShardError, read_stamp
-from trainer_client import strangers
+from trainer_client import answers, strangers
 from trainer_client.body import Body
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
-from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused, UnknownDataset
+from trainer_client.errors import DatasetFailed, Lost, Silent, StreamRefused
 from trainer_client.portion import Portion
 from trainer_client.transport import Received, Request, RequestIds, capacities_of, decode, query_of
 
@@ -39,7 +39,6 @@ _REPORT_S = 5.0
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_MESSAGE_BYTES = 1 << 31
 _CONTINUATION = b"\xff\xff\xff\xff"
-_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 _FAULTS = (OSError, http.client.HTTPException)  # TimeoutError and ssl.SSLError are OSErrors
 
 
@@ -67,9 +66,10 @@ class HttpTransport:
         self.dataset, self._ids = dataset, ids or RequestIds()
         self.label = f"dataset {dataset} (stream {self._ids.stream})"
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._url = f"{parts.scheme}://{parts.hostname}:{port}"
+        base = parts.path.rstrip("/")
+        self._url = f"{parts.scheme}://{parts.hostname}:{port}{base}"
         self._parts, self._given_url = parts, url
-        self._path = f"{parts.path.rstrip('/')}/v1/datasets/{quote(dataset, safe='')}"
+        self._path = f"{base}/v1/datasets/{quote(dataset, safe='')}"
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._portion = portion or Portion()
         self._layout = Layout()
@@ -88,7 +88,7 @@ class HttpTransport:
             view = self._view()
             is_ready = view.get("state") == "ready"
             sizes = None
-            if _strategy(view) == "step":
+            if answers.strategy_of(view) == "step":
                 sizes = self._step_sizes(is_ready)
             self._layout = Layout(
                 num_packs=int(view["report"]["num_packs"]) if is_ready else None,
@@ -148,7 +148,7 @@ class HttpTransport:
         """The dataset's view. Raises what its state or an error status means."""
         view = self._ask("")
         if view.get("state") in ("failed", "cancelled"):
-            raise DatasetFailed(self.dataset, _reason(view))
+            raise DatasetFailed(self.dataset, answers.reason_of(view))
         return view
 
     def _ask(self, what: str) -> dict[str, Any]:
@@ -332,31 +332,10 @@ class HttpTransport:
         return kind(f"{self._url} sent nothing for {silence_s:g} s, {where}")
 
     def _problem(self, response: http.client.HTTPResponse, body: bytes, request_id: str) -> Exception:
-        """What an error status means, as the exception to raise. It names the request."""
-        problem: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):
-            found = json.loads(body)
-            problem = found if isinstance(found, dict) else {}
-        kind = str(problem.get("type", "")).rpartition(":")[2]
-        detail = str(problem.get("detail") or strangers.first_words(body, response.status) or response.reason)
-        detail += f" (request {request_id})"
-        if kind == "unknown-dataset":
-            return UnknownDataset(f"{self._url}, dataset {self.dataset[:80]!r}: {detail}")
-        if kind in ("dataset-failed", "dataset-cancelled"):
-            return DatasetFailed(self.dataset, detail)
-        if kind == "dataset-damaged":
-            return Lost(f"{self._url} answered {response.status}: {detail}", damaged=True)
-        if kind == "dataset-too-small":
-            return Lost(detail)  # asked again, the dataset says how many packs it has, and that is the error
-        if response.status in _TRANSIENT:
-            wait = response.getheader("Retry-After", "")
-            return Lost(
-                f"{self._url} answered {response.status}: {detail}",
-                wait_s=min(float(wait), 30.0) if wait.isdigit() else 0.0,
-            )
-        field = f" ({problem['field']})" if problem.get("field") else ""
-        hint = "" if problem else "; is this the url of a padfree service?"
-        return StreamRefused(f"{self._url} answered {response.status}{field}: {detail}{hint}")
+        asked = answers.Asked(
+            url=self._url, dataset=self.dataset, request_id=request_id, has_token=bool(self._headers)
+        )
+        return answers.error_of(response, body, asked)
 
 
 def _header_size(prefix: memoryview) -> int:
@@ -372,17 +351,6 @@ def _quietly_read(response: http.client.HTTPResponse) -> bytes:
     with contextlib.suppress(*_FAULTS):
         return response.read(1 << 16)
     return b""
-
-
-def _strategy(view: dict[str, Any]) -> str | None:
-    return ((view.get("spec") or {}).get("packing") or {}).get("strategy")
-
-
-def _reason(view: dict[str, Any]) -> str:
-    error = view.get("error")
-    if isinstance(error, dict):
-        error = error.get("detail") or error.get("title")
-    return str(error or view.get("state"))
 
 
 def _shown(error: BaseException) -> str:

@@ -42,6 +42,12 @@ def why_never(url: str, error: BaseException) -> str:
     return ""
 
 
+def without_v1(url: str) -> str:
+    """What to do about a 404 where `url` names the API and not the service; "" where it does not."""
+    base = url.rstrip("/")
+    return f"give the url without /v1: {base.removesuffix('/v1')}" if base.endswith("/v1") else ""
+
+
 def first_words(body: bytes, status: int) -> str:
     """The beginning of an error's body on one line: of a page its title, else its text without tags. The
     status is left out where it only repeats the answer's."""

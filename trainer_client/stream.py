@@ -73,7 +73,8 @@ class PackedStream:
     prefetch_steps, prefetch_bytes: how far a thread reads ahead, in batches and in bytes of their arrays (at
         least one step; of a MixedStream each stream by itself, of a DataLoader each worker).
     device: where batches shall be when they are taken; on CUDA they travel beside the training.
-    token: for a service with PADFREE_TOKENS. timeout_s: without a step so long it is an error.
+    token: one of a service's PADFREE_TOKENS; None: PADFREE_TOKEN of the environment, where that is set.
+    timeout_s: without a step so long it is an error.
     report_s: how often a service is told how long the loop waited for data, for its /metrics; None: never.
 
     A dataset of strategy "step" says itself how many packs an optimiser step has; packs_per_step,

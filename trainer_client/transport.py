@@ -18,6 +18,7 @@ from packer.store import is_url, open_store
 from trainer_client.course import Layout
 from trainer_client.cursor import Split
 from trainer_client.errors import Lost, StreamRefused, StreamTimeout
+from trainer_client.options import token_of
 
 log = logging.getLogger("trainer_client")
 
@@ -137,9 +138,9 @@ def decode(message: memoryview, header_bytes: int) -> Pack:
 def find_dataset(source: str | os.PathLike[str], text: str, *, token: str | None, timeout_s: float) -> str:
     """The id of the dataset that `text` means at `source`: an id, the beginning of one, or a name.
 
-    A whole id is taken as it is and connects to nothing. Raises UnknownDataset; StreamRefused for a name
-    of several; StreamTimeout where a service does not answer; ValueError for an url without its scheme, and
-    where no dataset is named.
+    A whole id is taken as it is and connects to nothing. token: PADFREE_TOKEN where None. Raises
+    UnknownDataset; StreamRefused for a name of several; StreamTimeout where a service does not answer;
+    ValueError for an url without its scheme, and where no dataset is named.
     """
     if _HOST_PORT.fullmatch(str(source)) and not os.path.exists(source):
         raise ValueError(
@@ -162,7 +163,7 @@ def find_dataset(source: str | os.PathLike[str], text: str, *, token: str | None
             raise StreamRefused(f"{source}: {error}") from None
     from trainer_client.remote import HttpTransport
 
-    transport, delay_s = HttpTransport(str(source), text, token=token), 0.1
+    transport, delay_s = HttpTransport(str(source), text, token=token_of(token)), 0.1
     until, is_told = time.monotonic() + timeout_s, False
     while True:
         try:
@@ -190,7 +191,8 @@ def open_transport(
     timeout_s: float,
     ids: RequestIds | None = None,
 ) -> Transport:
-    """The way to `source`. Connects to nothing yet. ids: of the stream that it is for."""
+    """The way to `source`. Connects to nothing yet. token: PADFREE_TOKEN where None. ids: of the stream that
+    it is for."""
     from trainer_client.folder import FolderTransport
     from trainer_client.portion import Portion
     from trainer_client.remote import HttpTransport
@@ -198,7 +200,7 @@ def open_transport(
     if is_service(source):
         # Long enough to be no trouble, short enough for several tries before the timeout.
         portion = Portion(silence_s=max(0.25, min(60.0, timeout_s / 10)), longest_s=timeout_s / 2)
-        return HttpTransport(str(source), dataset, token=token, portion=portion, ids=ids)
+        return HttpTransport(str(source), dataset, token=token_of(token), portion=portion, ids=ids)
     if "://" in str(source) and not is_url(source):
         raise ValueError(
             f"source: an http(s) url, or a store's folder or s3:// url is required, found {str(source)!r}"

@@ -117,7 +117,7 @@ def request(
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             if error.code != 503 or time.monotonic() >= until:
-                raise _problem(error, args.url, path) from None
+                raise _problem(error, args, path) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             from trainer_client.strangers import why_never
 
@@ -128,7 +128,8 @@ def request(
         time.sleep(1.0)
 
 
-def _problem(error: urllib.error.HTTPError, url: str, path: str) -> CommandError:
+def _problem(error: urllib.error.HTTPError, args: argparse.Namespace, path: str) -> CommandError:
+    url = args.url
     try:
         problem = json.loads(error.read())
         if str(problem.get("type", "")).endswith(":unknown-dataset"):
@@ -142,6 +143,14 @@ def _problem(error: urllib.error.HTTPError, url: str, path: str) -> CommandError
             text = f"{field}: {text}"
     except (ValueError, KeyError, TypeError):
         text = f"the service answered {error.code} {error.reason}"
+    if error.code == 401:
+        is_wrong = "the token that was given is none of its tokens; " if args.token else ""
+        text = f"{url}: {text}; {is_wrong}give one of the service's with --token, or as PADFREE_TOKEN"
+    if error.code == 404:
+        from trainer_client.strangers import without_v1
+
+        hint = without_v1(url) or "is this the url of a padfree service?"
+        text = f"{url}: {text}; {hint}"
     if (name := error.headers.get("X-Request-Id")) and error.code >= 500:  # the service's log has more
         text = f"{text} (request {name})"
     return CommandError(text, status=2 if error.code in (400, 422) else 1)

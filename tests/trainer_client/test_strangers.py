@@ -166,3 +166,14 @@ def test_a_proxys_page_is_told_on_one_line(caplog: Any) -> None:
 )
 def test_the_first_words_of_a_page(body: bytes, status: int, words: str) -> None:
     assert first_words(body, status) == words
+
+
+@pytest.mark.parametrize("dataset", [DATASET, "by-name"])
+def test_a_url_that_names_the_api_is_told_without_it(service: FakeService, dataset: str, capsys: Any) -> None:
+    url = f"{service.url}/v1"
+    with pytest.raises(StreamRefused) as caught:
+        next(iter(PackedStream(url, dataset=dataset)))
+    assert str(caught.value).startswith(f"{url} answered 404: nothing here")
+    assert str(caught.value).endswith(f"give the url without /v1: {service.url}")
+    assert main(["stream", dataset, "--url", f"{url}/"]) == 1
+    assert f"give the url without /v1: {service.url}\n" in capsys.readouterr().err
