@@ -97,7 +97,7 @@ class Chats:
 
     def chat(self, row: Mapping[str, Any]) -> Chat:
         """Render a row. Raises RowProblem, whose text is the reason."""
-        talk = conversation(row, self.habits, **self._names)
+        talk = conversation(row, self.habits, **self._names, masked=self.masked)
         if not self.prints_calls and any("tool_calls" in message for message in talk.messages):
             raise RowProblem(
                 "the chat template prints no tool calls, so this row's would vanish; use a template that does"

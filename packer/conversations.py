@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packer.sources.masks import unread_flag
 from packer.templates import RowProblem
 
 # ShareGPT's speakers.
@@ -33,12 +34,13 @@ _ROLES = {
     "ipython": "tool",
 }
 _PLAIN_KEYS = {"role", "content"}
+_FLAG_KEYS = ("train", "weight")  # whether a message is trained; templates do not get them
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Messages and tools, normalised; `trained[i]`: message i may be learned (its `train` flag)."""
+    """Messages and tools, normalised; `trained[i]`: message i may be learned (its `train` or `weight`)."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -79,9 +81,17 @@ def told(value: Any) -> str:
 
 
 def conversation(
-    row: Mapping[str, Any], habits: Habits, *, messages_name: str = "messages", tools_name: str = "tools"
+    row: Mapping[str, Any],
+    habits: Habits,
+    *,
+    messages_name: str = "messages",
+    tools_name: str = "tools",
+    masked: bool = True,
 ) -> Conversation:
-    """The conversation of a row. The names are the source's, for the reasons given."""
+    """The conversation of a row. The names are the source's, for the reasons given.
+
+    masked: not every token is trained, so masks of messages matter, and one that is not read is an error.
+    """
     found = row.get("messages")
     if isinstance(found, str):
         found = _parsed(found, messages_name)
@@ -102,12 +112,38 @@ def conversation(
             raise RowProblem(
                 f"field {name}: an object with role and content is required, found {kind(message)}"
             )
-        train = message.get("train", True)
-        if train is not None and not isinstance(train, bool):
-            raise RowProblem(f"field {name}.train: true or false is required, found {kind(train)}")
-        trained.append(train is not False)
+        trained.append(_is_trained(message, name, masked))
         messages.append(_message(message, name, habits))
     return Conversation(messages=messages, tools=_tools(row.get("tools"), tools_name), trained=trained)
+
+
+def _is_trained(message: Mapping[str, Any], name: str, masked: bool) -> bool:
+    """What `train`, or OpenAI's `weight`, says of a message. Raises RowProblem for a mask of another name."""
+    train = message.get("train")
+    if train is not None and not isinstance(train, bool):
+        raise RowProblem(f"field {name}.train: true or false is required, found {kind(train)}")
+    if not masked:
+        return train is not False
+    weight = message.get("weight")
+    if weight is not None:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight not in (0, 1):
+            raise RowProblem(
+                f"field {name}.weight: 0 (not trained) or 1 (trained) is required, found {told(weight)}; "
+                "messages have no weights between; say it with `train`: true or false"
+            )
+        if train is not None and train != bool(weight):
+            raise RowProblem(
+                f"field {name}.weight: the same as {name}.train ({json.dumps(train)}) is required, found "
+                f"{weight}; leave one of them out"
+            )
+        train = bool(weight)
+    if (unread := unread_flag(message)) is not None:
+        raise RowProblem(
+            f"field {name}.{unread}: `train` is required to say whether a message is trained, found "
+            f"{unread!r}, which is not read: use `train` (true or false), leave {unread!r} out, or set "
+            'loss to "all" (--loss all) to train every token'
+        )
+    return train is not False
 
 
 def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str, Any]:
@@ -119,7 +155,7 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
             f"field {name}.role: a text such as user or assistant is required, found {kind(role)}"
         )
     # As in transformers, a key that is null is one that is not there.
-    clean = {key: value for key, value in message.items() if value is not None and key != "train"}
+    clean = {key: value for key, value in message.items() if value is not None and key not in _FLAG_KEYS}
     content = clean.get("content")
     if isinstance(content, list):
         content = clean["content"] = _content_parts(content, name, habits)

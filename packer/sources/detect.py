@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from packer.sources.convert import open_path
 from packer.sources.csvlines import csv_lines
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import BOM, TooLong, read_lines
-from packer.sources.masks import unread_masks
+from packer.sources.masks import check_masks
 from packer.sources.parse import JOIN, RowFault, find, is_missing, kind, parse_converted, parse_object
 from packer.sources.remote import is_remote
 from packer.sources.streams import Stream, blocks, open_stream
@@ -53,6 +54,7 @@ ALIASES = {
 _INSTRUCTION_INPUTS = ("input", "context")
 
 
+Rows = Sequence[Mapping[str, Any]]
 # Whether a field of ours can be the one of that name in the sample.
 _Fits = Callable[[str, str, Sequence[Mapping[str, Any]]], bool]
 
@@ -69,8 +71,8 @@ def detect_format(
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
     does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
     a later record may have them. Raises SourceError where the records do not say, and where a file of another
-    kind or folder has other fields, unless bad rows are to be skipped. Ready ids whose `loss` is left to
-    their labels must not have a mask under another name instead.
+    kind or folder has other fields, unless bad rows are to be skipped. Where `loss` is not settled, records
+    must not have a mask that is not read.
     """
     # A text file fits whatever name the other files have for their texts.
     telling = [input for input in inputs if input.reader != "txt"] or inputs
@@ -81,16 +83,22 @@ def detect_format(
         where = f"the {len(inputs)} input files" if len(inputs) > 1 else "the input file"
         raise SourceError(f"{name}: no record in {where}; give files that hold some")
     formats = _candidates(source.format, source.fields)
+
+    @functools.cache
+    def rows_of(input: InputFile) -> Rows:
+        return [row for row in _records(input, max_unpacked_bytes) if not isinstance(row, RowFault)]
+
     # First rows that are bad do not hide what the others hold. In a format that was asked for a field of its
     # very name is meant, whatever it holds: each row says then what is wrong with it.
     tests = [_looks_like, _may_be, *([_is_called] if source.format != "auto" else [])]
     for fits, format in ((fits, format) for fits in tests for format in formats):
         fields = _mapping(format, source.fields, sample, fits)
         if fields is not None:
-            if format == "tokens" and loss == "auto":
-                _check_masks(inputs, fields, max_unpacked_bytes)
+            if loss == "auto":
+                for input in _first_of_each(inputs, at_least=1):
+                    check_masks(input.path, rows_of(input), format, fields)
             if source.on_bad_row == "fail":
-                _check_alike(inputs, name, format, fields, max_unpacked_bytes)
+                _check_alike(inputs, name, format, fields, rows_of)
             return format, fields
     seen = list(dict.fromkeys(key for record in sample for key in record))
     absent = _absent(formats, source.fields, sample)
@@ -113,26 +121,12 @@ def _named(format: Format) -> str:
     return names if names == format else f"{names} ({format})"
 
 
-def _check_masks(inputs: Sequence[InputFile], fields: Mapping[str, str], max_unpacked_bytes: int) -> None:
-    """Raise SourceError where ready ids have a mask that is not read, and no labels: all would be trained."""
-    for input in _first_of_each(inputs, at_least=1):
-        rows = (row for row in _records(input, max_unpacked_bytes) if not isinstance(row, RowFault))
-        found = unread_masks(list(rows), fields)
-        if found:
-            raise SourceError(
-                f"{input.path}: the field {fields['labels']!r} is required to say which of the ready ids are "
-                f"trained, found {_listed(found)} instead, which is not read: every token would be trained. "
-                "Make labels of it (the id where it is trained, else -100, unshifted), or leave it out, or "
-                'set loss to "all" (--loss all) to train every token'
-            )
-
-
 def _check_alike(
     inputs: Sequence[InputFile],
     first: str,
     format: Format,
     fields: Mapping[str, str],
-    max_unpacked_bytes: int,
+    rows_of: Callable[[InputFile], Rows],
 ) -> None:
     """Raise SourceError where the first file of a kind or folder has none of a required field.
 
@@ -141,9 +135,9 @@ def _check_alike(
     wanted = [fields[ours] for ours in REQUIRED[format]]
     for input in _first_of_each(inputs):
         if input.reader == "txt":
-            sample, fits = [{"text": ""}], format == "text"
+            sample, fits = rows_of(input), format == "text"
         else:
-            sample = [row for row in _records(input, max_unpacked_bytes) if not isinstance(row, RowFault)]
+            sample = rows_of(input)
             fits = not sample or all(_values(theirs, sample) for theirs in wanted)
         if not fits:
             found = list(dict.fromkeys(key for record in sample for key in record))

@@ -1,4 +1,4 @@
-"""Masks of ready ids under names that are not read: training all would be wrong, and nobody would see it."""
+"""Masks under names that are not read: what they take out would be trained, and nobody would see it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,119 @@ import numpy as np
 import orjson
 
 from packer.sources.parse import RowFault, find, is_missing
+from packer.sources.values import SourceError
+from packer.spec import Format
 
 # Of other meaning: of attention_mask the rows themselves are checked, the rest says nothing of the loss.
 _OTHER_MASKS = {"attention_mask", "special_tokens_mask"}
 # What else people call labels or weights: a value for each id makes them so.
 _OTHER_LABELS = {"label", "label_ids", "target", "targets", "target_ids", "loss_weight", "loss_weights"}
+# Names, beside those that end in "mask", of what says whether a message is trained: of axolotl, ms-swift and
+# others. `train` and `weight` are read where they are spelt so.
+_FLAGS = {
+    *("train", "weight", "weights", "loss", "losses", "loss_weight", "loss_weights", "loss_scale", "no_loss"),
+    *("compute_loss", "calculate_loss", "use_loss", "with_loss", "has_loss", "ignore_loss", "in_loss"),
+    *("trained", "training", "trainable", "is_trained", "is_trainable", "train_detail", "training_detail"),
+    *("train_on", "train_on_turn", "train_turn", "train_this", "should_train", "do_train", "to_train"),
+    *("masked", "is_masked", "mask_out", "unmasked", "learn", "learnable", "supervised"),
+}
+_MEASURED = {"loss", "losses", "weights"}  # numbers under these may be of something else
+_WORDS = {"true", "false", "yes", "no", "0", "1"}
+_IGNORED = -100  # of labels
+
+
+# How a format says what is trained, and the loss that trains as if nothing more were said.
+_MASKED_BY: dict[Format, tuple[str, str]] = {
+    "messages": ("`train` (true or false) in each message", "assistant"),
+    "prompt_completion": ("what is prompt and what is completion, or by `train` in messages", "completion"),
+    "text": ("prompt and completion, or by `train` in messages (a text is trained whole)", "all"),
+}
+
+
+def check_masks(
+    path: str, sample: Sequence[Mapping[str, Any]], format: Format, fields: Mapping[str, str]
+) -> None:
+    """Raise SourceError where records of a file have a mask that is not read: all would be as without it.
+
+    sample: the first records. fields: our names (input_ids, labels, …) to the source's.
+    """
+    if format == "tokens":
+        if found := unread_masks(sample, fields):
+            raise SourceError(
+                f"{path}: the field {fields['labels']!r} is required to say which of the ready ids are "
+                f"trained, found {_listed(found)} instead, which is not read: every token would be trained. "
+                "Make labels of it (the id where it is trained, else -100, unshifted), or leave it out, or "
+                'set loss to "all" (--loss all) to train every token'
+            )
+    elif found := masks_beside(sample, format, fields):
+        how, loss = _MASKED_BY[format]
+        words = " and ".join(theirs for ours, theirs in fields.items() if ours != "tools")
+        raise SourceError(
+            f"{path}: what is trained must be said by {how}; found {_listed(found)} beside {words}, "
+            "which is not read and would change nothing. Say it so, or leave it out, or set loss to "
+            f'"{loss}" (--loss {loss}) to train regardless of it'
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:20])
+
+
+def unread_flag(message: Mapping[str, Any]) -> str | None:
+    """The first key of a message that looks like a mask and is none that is read; null says nothing."""
+    for name, value in message.items():
+        if name not in ("train", "weight") and value is not None and _is_flag(str(name).lower(), value):
+            return name
+    return None
+
+
+def _is_flag(name: str, value: Any) -> bool:
+    if not (_is_called_mask(name) or name in _FLAGS):
+        return False
+    if isinstance(value, str):
+        return value.strip().lower() in _WORDS
+    if name in _MEASURED and isinstance(value, int | float):
+        return value in (0, 1)
+    return isinstance(value, bool | int | float | list | np.ndarray)
+
+
+def _is_called_mask(name: str) -> bool:
+    return name.endswith(("mask", "masks")) and name not in _OTHER_MASKS
+
+
+def masks_beside(sample: Sequence[Mapping[str, Any]], format: Format, fields: Mapping[str, str]) -> list[str]:
+    """Names that look like masks of training, in records of words: lists of numbers or of true and false.
+
+    A name that is used for other things too (`weights`) counts where it holds a value for each message, one
+    of labels where it holds -100. sample, fields: as of `unread_masks`.
+    """
+    used = set(fields.values())
+    found: dict[str, None] = {}
+    for record in sample:
+        messages = _parsed(_value(record, fields["messages"])) if format == "messages" else None
+        num_messages = len(messages) if isinstance(messages, list | np.ndarray) else 0
+        for name, value in record.items():
+            if name not in used and name not in found and _masks_words(name.lower(), value, num_messages):
+                found[name] = None
+    return list(found)
+
+
+def _masks_words(name: str, value: Any, num_messages: int) -> bool:
+    is_labels = name == "labels" or name in _OTHER_LABELS
+    if not (_is_called_mask(name) or name in _FLAGS or is_labels):
+        return False
+    values = _parsed(value)
+    if not isinstance(values, list | np.ndarray) or not len(values) or not _are_numbers(values):
+        return False
+    if is_labels and name not in _FLAGS:
+        return bool(_IGNORED in values)
+    return _is_called_mask(name) or len(values) == num_messages
+
+
+def _are_numbers(values: Any) -> bool:
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        return values.dtype.kind in "biuf"
+    return all(one is None or isinstance(one, bool | int | float | np.number | np.bool_) for one in values)
 
 
 def unread_masks(sample: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> list[str]:
@@ -35,7 +143,7 @@ def unread_masks(sample: Sequence[Mapping[str, Any]], fields: Mapping[str, str])
 
 
 def _is_mask(name: str, value: Any, ids: Any) -> bool:
-    if name.endswith(("mask", "masks")) and name not in _OTHER_MASKS:
+    if _is_called_mask(name):
         # null: other rows of the column may have one.
         return value is None or isinstance(_parsed(value), list | np.ndarray)
     if name in _OTHER_LABELS:
