@@ -32,7 +32,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from trainer_client.needs import needs_torch
+
+with needs_torch("trainer_client.attention"):
+    import torch
 
 from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call, choose, prepare
 

@@ -38,7 +38,8 @@ def require_steps(layout: Layout, split: Split, dataset: str) -> None:
     if layout.num_packs is None:
         return
     if layout.step_sizes is None and not split.num_steps(layout.num_packs):
-        raise DatasetTooSmall(dataset, num_packs=layout.num_packs, packs_needed=split.packs_of_step)
+        needed = split.packs_of_step
+        raise DatasetTooSmall(dataset, num_packs=layout.num_packs, packs_needed=needed, step=split.factors)
     if layout.step_sizes is not None and not layout.num_packs:
         raise DatasetTooSmall(dataset, num_packs=0, packs_needed=1)
 

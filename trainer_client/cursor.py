@@ -69,6 +69,15 @@ class Split:
         """Packs that all ranks together take in one step."""
         return self.world_size * self.packs_per_step
 
+    @property
+    def factors(self) -> dict[str, int]:
+        """What packs_of_step is the product of, as the stream was asked for it: packs_per_step of a batch."""
+        return {
+            "world_size": self.world_size,
+            "packs_per_step": self.packs_per_step // self.micro_batches,
+            "micro_batches": self.micro_batches,
+        }
+
     def num_steps(self, num_packs: int, *, offset: int = 0) -> int:
         """Steps that every rank takes from pack `offset` to the end of an epoch."""
         return order.num_steps(
@@ -186,6 +195,11 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_st
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"a state as state_dict() gives it is required, found {type(state).__name__}")
+    if "mixed" in state:
+        raise ValueError(
+            f"a state of one stream is required, found that of a MixedStream of {state['mixed']}; load it "
+            "into such a MixedStream"
+        )
     missing = {"version", "dataset", "epoch", "packs", "shuffle_seed"} - set(state)
     if missing or state["version"] != STATE_VERSION:
         raise ValueError(
@@ -221,10 +235,16 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_st
             "stream with the balance of the state",
         )
     if cursor.micro_step and not marks_steps and max(split.micro_batches, state.get("micro_batches", 1)) > 1:
-        names = ("world_size", "packs_per_step", "micro_batches", "tail")
-        wanted = {name: getattr(split, name) for name in names}
-        _require_same_step(wanted, {name: state.get(name, wanted[name]) for name in names})
+        _require_same_step({**split.factors, "tail": split.tail}, _factors_in(state, split))
     return cursor
+
+
+def _factors_in(state: Mapping[str, Any], split: Split) -> dict[str, Any]:
+    """Of a state, what Split.factors is of a split, and the tail; the split's own where it does not say."""
+    names = ("world_size", "packs_per_step", "micro_batches", "tail")
+    found = {name: state.get(name, getattr(split, name)) for name in names}
+    found["packs_per_step"] //= max(1, found["micro_batches"])
+    return found
 
 
 def _require_same_step(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:

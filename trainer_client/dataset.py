@@ -11,14 +11,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from typing import Any, NoReturn
 
 from trainer_client.batch import PackedBatch
 from trainer_client.errors import StateMismatch
+from trainer_client.needs import needs_torch
 from trainer_client.reader import Lane
 from trainer_client.stream import PackedStream
+
+with needs_torch("PackedDataset"):
+    from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+    from torch.utils.data._utils.collate import default_collate_fn_map
 
 
 class PackedDataset(IterableDataset):
@@ -53,8 +56,9 @@ class PackedDataset(IterableDataset):
     def loader(self, **options: Any) -> DataLoader:
         """A DataLoader over this dataset, one batch at a time, that keeps the dataset where the loop is, and
         that accelerator.prepare() hands through as it is. options: of DataLoader, for example num_workers."""
+        _require_loader_options(options)
         self._refuse_workers(options.get("num_workers", 0))
-        return _Loader(_WithStates(self), batch_size=None, **options)
+        return _Loader(_WithStates(self), **{**options, "batch_size": None})
 
     def __iter__(self) -> Iterator[Any]:
         self._refuse_a_second_deal()
@@ -157,6 +161,31 @@ class PackedDataset(IterableDataset):
     def stream(self) -> PackedStream:
         """The stream underneath (for its stats)."""
         return self._stream
+
+
+def _require_loader_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of DataLoader that batches made beforehand leave no room for."""
+    instead = {
+        "batch_size": "each item is a whole batch; packs_per_step of the dataset says how many packs it has",
+        "collate_fn": "nothing is collated; `transform` of the dataset is applied to each batch",
+        "shuffle": "shuffle_seed of the dataset gives each epoch its order",
+        "sampler": "rank and world_size of the dataset say which packs are this rank's",
+        "batch_sampler": "rank, world_size and packs_per_step of the dataset say what a batch holds",
+    }
+    for name, hint in instead.items():
+        if options.get(name) not in (None, False):
+            raise ValueError(f"{name}: nothing, or None, is required, found {options[name]!r}: {hint}")
+
+
+def _refuse_to_collate(batch: Any, **_: Any) -> NoReturn:
+    raise TypeError(
+        "a PackedBatch is a whole batch, and cannot be collated: give the DataLoader batch_size=None, or use "
+        "PackedDataset.loader()"
+    )
+
+
+# Where torch lets a type say how it is collated. A DataLoader without batch_size=None comes here.
+default_collate_fn_map[PackedBatch] = _refuse_to_collate
 
 
 class _WithStates(IterableDataset):

@@ -17,9 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from trainer_client.batch import PackedBatch
+from trainer_client.needs import needs_torch
+
+with needs_torch("a batch as tensors (batch.for_…(), a stream's device)"):
+    import torch
 
 _ALIGN_BYTES = 16
 

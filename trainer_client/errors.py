@@ -16,6 +16,7 @@ retried inside and never reaches the training loop, unless it lasts longer than 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -50,19 +51,39 @@ class DatasetFailed(ClientError):
 
 
 class DatasetTooSmall(ClientError, ValueError):
-    """A finished dataset has fewer packs than one step takes, and tail="drop" leaves out short steps."""
+    """A finished dataset has fewer packs than one step takes, and tail="drop" leaves out short steps.
 
-    def __init__(self, dataset: str, *, num_packs: int = -1, packs_needed: int = -1) -> None:
-        text = (
-            f"a step takes {packs_needed} packs (world_size x packs_per_step x micro_batches), but dataset "
-            f"{dataset} has only {num_packs}: there would be no step at all; use a smaller packs_per_step, "
-            'or tail="pad"'
-        )
+    step: what makes the packs of a step, as {"world_size": 2, "packs_per_step": 4}.
+    """
+
+    def __init__(
+        self,
+        dataset: str,
+        *,
+        num_packs: int = -1,
+        packs_needed: int = -1,
+        step: Mapping[str, int] | None = None,
+    ) -> None:
         is_told = num_packs >= 0
-        super().__init__(text if is_told else dataset)
+        super().__init__(_too_small(dataset, num_packs, packs_needed, step or {}) if is_told else dataset)
         self.dataset = dataset if is_told else ""
         self.num_packs = num_packs
         self.packs_needed = packs_needed
+
+
+def _too_small(dataset: str, num_packs: int, packs_needed: int, step: Mapping[str, int]) -> str:
+    """It names what can help alone: a factor of the step that is 1 cannot be smaller."""
+    if not num_packs:
+        return (
+            f"dataset {dataset} has only 0 packs: there is nothing to train; pack rows that train something"
+        )
+    factors = {name: count for name, count in step.items() if count > 1}
+    product = f" ({' x '.join(f'{name} {count}' for name, count in factors.items())})" if factors else ""
+    smaller = f"a smaller {' or '.join(factors)}, " if factors else ""
+    return (
+        f"a step takes {packs_needed} packs{product}, but dataset {dataset} has only {num_packs}: there "
+        f'would be no step at all; use {smaller}tail="pad", or pack it with a smaller max_tokens or more data'
+    )
 
 
 class StateMismatch(ClientError, ValueError):

@@ -68,6 +68,7 @@ class MixedStream:
         batches_per_step: int = 1,
         until: Until = "first_exhausted",
     ) -> None:
+        _require_streams(streams)
         named = streams if isinstance(streams, Mapping) else {one.dataset: one for one in streams}
         self.names, self.streams = tuple(named), tuple(named.values())
         if len(self.streams) != len(streams) or not self.streams:
@@ -260,8 +261,7 @@ class MixedStream:
 
         Raises StateMismatch for a state of other sources or of another way to end, and as PackedStream does.
         """
-        if state.get("version") != STATE_VERSION or "mixed" not in state:
-            raise ValueError(f"a MixedStream's state of version {STATE_VERSION} is required, found {state}")
+        _require_state(state)
         found = {name: state[name] for name in ("mixed", "batches_per_step", "until")}
         mine = {
             "mixed": list(self.names),
@@ -296,3 +296,34 @@ class MixedStream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _require_streams(streams: Mapping[str, PackedStream] | Sequence[PackedStream]) -> None:
+    """Raise ValueError unless these are PackedStreams, each another one."""
+    items = list(streams.items() if isinstance(streams, Mapping) else enumerate(streams))
+    for index, (name, one) in enumerate(items):
+        if not isinstance(one, PackedStream):
+            kind = type(one).__name__
+            hint = "its `.stream`" if kind == "PackedDataset" else "PackedStream(source, dataset=…)"
+            raise ValueError(f"streams: PackedStreams are required, found {kind} at {name!r}; give {hint}")
+        for other, earlier in items[:index]:
+            if one is earlier:
+                raise ValueError(
+                    f"streams: each must be a stream of its own, found one for both {other!r} and {name!r}; "
+                    "open the dataset once for each"
+                )
+
+
+def _require_state(state: Mapping[str, Any]) -> None:
+    """Raise ValueError unless it is a mixture's state."""
+    if isinstance(state, Mapping) and "mixed" in state and state.get("version") == STATE_VERSION:
+        return
+    if not isinstance(state, Mapping):
+        found = type(state).__name__
+    elif "mixed" in state:
+        found = f"version {state.get('version')!r}"
+    elif "dataset" in state:
+        found = f"that of a PackedStream of dataset {state['dataset']}; load it into such a stream"
+    else:
+        found = f"one with {', '.join(map(str, list(state)[:8])) or 'nothing in it'}"
+    raise ValueError(f"a MixedStream's state of version {STATE_VERSION} is required, found {found}")

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch.nn import functional
-
 from trainer_client.batch import PackedBatch
+from trainer_client.needs import needs_torch
+
+with needs_torch("trainer_client.static"):
+    import torch
+    from torch.nn import functional
+
 from trainer_client.device import Tensors
 
 _TOKENS_A_SEGMENT = 64  # segments of no tokens are not quite free: not one for every token there may be

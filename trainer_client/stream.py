@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from packer import traces
-from trainer_client import specs
+from trainer_client import notices, specs
 from trainer_client.batch import PackedBatch
 from trainer_client.course import (
     Course,
@@ -43,8 +42,6 @@ from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader, ask_layout
 from trainer_client.reports import Reporter
 from trainer_client.transport import RequestIds, Transport, find_dataset, open_transport
-
-log = logging.getLogger(__name__)
 
 
 class PackedStream:
@@ -117,7 +114,7 @@ class PackedStream:
         self._split = Split(
             rank=rank,
             world_size=world_size,
-            packs_per_step=whole("packs_per_step", packs_per_step) * max(1, micro_batches),
+            packs_per_step=whole("packs_per_step", packs_per_step, least=1) * max(1, micro_batches),
             micro_batches=micro_batches,
             shuffle_seed=whole_or_none("shuffle_seed", shuffle_seed),
             tail=tail,
@@ -191,10 +188,20 @@ class PackedStream:
         self._prefetcher = weakref.ref(prefetcher)
         return self._taken(prefetcher, reader, iteration)
 
+    def __getitem__(self, index: object) -> NoReturn:
+        # A DataLoader asks for it where it is given a stream; without this, Python's answer helps nobody.
+        raise TypeError(
+            f"a PackedStream has no item {index!r}, it is iterated: `for batch in stream`; for a DataLoader "
+            "use trainer_client.PackedDataset, which takes what PackedStream takes, and its loader()"
+        )
+
     def _go_on(self) -> None:
         """Where the last iteration came to the end, the next one is for as many epochs again."""
         if self._ended:
-            self._term = self._term.with_epoch(self._cursor.epoch)
+            before, epoch = self._term, self._cursor.epoch
+            self._term = before.with_epoch(epoch)
+            if self._lane.count == 1:
+                notices.goes_on(self.dataset, epoch=epoch, before=before, after=self._term)
         self._ended = False
 
     def _taken(
@@ -215,7 +222,7 @@ class PackedStream:
             if reader.end is not None:  # behind the steps of other lanes too
                 self._cursor, self._ended = reader.end, True
                 if is_empty and self._lane.count == 1:
-                    self._warn_of_the_end()
+                    notices.nothing_is_left(self.dataset, epoch=self._cursor.epoch, term=self._term)
         finally:
             prefetcher.close()
 
@@ -227,15 +234,6 @@ class PackedStream:
         """The copy's iteration did."""
         if self._term.until is not None:
             self._cursor, self._ended = Cursor(epoch=self._term.until), True
-
-    def _warn_of_the_end(self) -> None:
-        log.warning(
-            "dataset %s: nothing is left, the stream stands at epoch %d and ends there (epochs=%s, counted "
-            "from the first); give more epochs to go on, or set_epoch() where a loop counts epochs itself",
-            self.dataset,
-            self._cursor.epoch,
-            self._term.epochs,
-        )
 
     def _require_current(self, iteration: int) -> None:
         if iteration != self._iteration:

@@ -235,6 +235,30 @@ def test_forgotten_ranks_are_warned_of_once(tmp_path: Path, monkeypatch: Any, ca
         PackedDataset(tmp_path, dataset=dataset, rank=0, world_size="2")
 
 
+def test_options_of_a_loader_that_mean_nothing_here_are_named(tmp_path: Path) -> None:
+    packed = PackedDataset(tmp_path, dataset=build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2))
+    for options, says in [
+        ({"batch_size": 4}, "batch_size: nothing, or None, is required, found 4: .*packs_per_step"),
+        ({"shuffle": True}, "shuffle: .*shuffle_seed"),
+        ({"collate_fn": list}, "collate_fn: .*`transform`"),
+        ({"sampler": [0]}, "sampler: .*rank and world_size"),
+        ({"batch_sampler": [[0]]}, "batch_sampler: .*packs_per_step"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            packed.loader(**options)
+    assert taken(packed.loader(batch_size=None, shuffle=False)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_that_collates_is_told_what_to_do(tmp_path: Path, num_workers: int) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=2)
+    with pytest.raises(TypeError, match=r"a PackedBatch is a whole batch.*batch_size=None"):
+        list(DataLoader(PackedDataset(tmp_path, dataset=dataset), num_workers=num_workers))
+    for batch_size in (None, 2):
+        with pytest.raises(TypeError, match=r"use trainer_client\.PackedDataset"):
+            list(DataLoader(PackedStream(tmp_path, dataset=dataset), batch_size=batch_size))  # type: ignore
+
+
 def test_a_device_is_refused_in_workers(tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=6)
     packed = PackedDataset(tmp_path, dataset=dataset, device="cpu")

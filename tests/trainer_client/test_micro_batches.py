@@ -85,7 +85,7 @@ def test_whole_steps_go_on_on_another_split_and_parts_of_one_are_refused(tmp_pat
         for rank in range(split.get("world_size", 1)):
             stream = PackedStream(tmp_path, dataset=dataset, rank=rank, **split)
             with pytest.raises(
-                StateMismatch, match=r"micro_batches.*\(2, 3, 3, 'drop'\).*load a state of a whole step"
+                StateMismatch, match=r"micro_batches.*\(2, 1, 3, 'drop'\).*load a state of a whole step"
             ):
                 stream.load_state_dict(states[1])
             stream.load_state_dict(states[5])  # two steps of six packs
@@ -165,6 +165,15 @@ def test_within_a_step_the_tail_is_not_changed(tmp_path: Path) -> None:
         PackedStream(tmp_path, dataset=dataset, micro_batches=3).load_state_dict(taken[3].state)
 
 
+def test_a_refused_state_says_packs_per_step_as_it_was_given(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(64), packs_per_shard=5)
+    stream = PackedStream(tmp_path, dataset=dataset, packs_per_step=2, micro_batches=4)
+    state = next(iter(stream)).state
+    with pytest.raises(StateMismatch, match=r"\(2, 1, 4, 'drop'\).*\(1, 2, 4, 'drop'\)") as caught:
+        PackedStream(tmp_path, dataset=dataset, rank=0, world_size=2, micro_batches=4).load_state_dict(state)
+    assert caught.value.what == "world_size, packs_per_step, micro_batches, tail"
+
+
 def test_a_mixture_keeps_micro_batches_together(tmp_path: Path) -> None:
     datasets = {name: build_dataset(tmp_path, numbered_packs(12, length=length), packs_per_shard=5)
                 for name, length in (("a", 4), ("b", 6))}  # fmt: skip
@@ -180,7 +189,8 @@ def test_what_cannot_be_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="micro_batches: 1 or more"):
         PackedStream(tmp_path, dataset=dataset, micro_batches=0)
     with pytest.raises(
-        DatasetTooSmall, match=r"6 packs \(world_size x packs_per_step x micro_batches\).*only 5"
+        DatasetTooSmall,
+        match=r"6 packs \(world_size 2 x micro_batches 3\).*only 5.*smaller world_size or micro_batches, ",
     ):
         list(PackedStream(tmp_path, dataset=dataset, world_size=2, micro_batches=3))
     packed = PackedDataset(tmp_path, dataset=dataset, micro_batches=2)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import build_dataset, build_step_dataset, numbered_packs, random_packs
 
-from trainer_client import MixedStream, PackedStream, StateMismatch, StreamTimeout
+from trainer_client import MixedStream, PackedDataset, PackedStream, StateMismatch, StreamTimeout
 
 
 def lengths_of(root: Path, sizes: dict[str, tuple[int, int]]) -> dict[str, str]:
@@ -280,8 +280,27 @@ def test_wrong_options_and_states_are_named(tmp_path: Path) -> None:
         stream.load_state_dict({**state, "mixed": ["a", "c"]})
     with pytest.raises(StateMismatch, match="until"):
         stream.load_state_dict({**state, "until": "all_exhausted"})
-    with pytest.raises(ValueError, match="MixedStream"):
-        stream.load_state_dict(state["sources"][0])
+    of_one = state["sources"][0]
+    for other, says in [
+        (of_one, f"found that of a PackedStream of dataset {datasets['a']}; load it into such a stream$"),
+        ({**state, "version": 99}, "version 1 is required, found version 99$"),
+        ({"step": 3}, "found one with step$"),
+        (None, "found NoneType$"),
+    ]:
+        with pytest.raises(ValueError, match=rf"a MixedStream's state of .*{says}"):
+            stream.load_state_dict(other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"found that of a MixedStream of \['a', 'b'\]"):
+        stream.streams[0].load_state_dict(state)
+    one, packed = (kind(tmp_path, dataset=datasets["a"]) for kind in (PackedStream, PackedDataset))
+    for streams, says in [
+        ({"a": "chat", "b": one}, "PackedStreams are required, found str at 'a'; give PackedStream"),
+        (["chat", one], "PackedStreams are required, found str at 0"),
+        ({"a": packed, "b": one}, "PackedDataset at 'a'; give its `.stream`"),
+        ({"a": one, "b": one}, "found one for both 'a' and 'b'; open the dataset once for each"),
+        ([one, one], "found one for both 0 and 1"),
+    ]:
+        with pytest.raises(ValueError, match=f"streams: .*{says}"):
+            MixedStream(streams, weights=[1, 1])  # type: ignore[arg-type]
     two = [PackedStream(tmp_path, dataset=name, world_size=size) for name, size in (("a", 1), ("b", 2))]
     with pytest.raises(ValueError, match=r"one rank and world_size.*\(0, 1\), \(0, 2\)"):
         MixedStream(two, weights=[1, 1])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,12 @@ def test_f25_a_dataset_smaller_than_a_step_is_an_error_with_both_numbers(source:
     with pytest.raises(DatasetTooSmall, match=r"101 packs.*only 3") as caught:
         next(iter(stream))
     assert (caught.value.num_packs, caught.value.packs_needed) == (3, 101)
+    assert 'use a smaller packs_per_step, tail="pad", or pack it with a smaller max_tokens' in str(
+        caught.value
+    )
+    two = PackedStream(source, dataset=dataset, rank=0, world_size=4)
+    with pytest.raises(DatasetTooSmall, match=r"4 packs \(world_size 4\).*use a smaller world_size, tail"):
+        next(iter(two))
     with pytest.raises(DatasetTooSmall):
         len(stream)
     padded = PackedStream(source, dataset=dataset, packs_per_step=101, tail="pad")
@@ -327,6 +334,43 @@ def test_a_run_that_came_to_its_end_gives_nothing_more_when_resumed(
         more.load_state_dict(state)
         assert taken(more) == whole[4 * epochs :]
         assert taken(resumed) == taken(PackedStream(source, dataset=dataset, epochs=2 * epochs))[4 * epochs :]
+
+
+def test_a_second_loop_over_several_epochs_says_that_it_goes_on(
+    source: str, tmp_path: Path, caplog: Any
+) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    stream = PackedStream(source, dataset=dataset, epochs=3)
+    assert len(taken(stream)) == 12
+    assert not caplog.records
+    assert len(taken(stream)) == 12
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert (
+        "(epochs=3) and is iterated once more: it goes on from epoch 3 to the end of epoch 5" in caplog.text
+    )
+
+
+def test_a_second_loop_that_was_asked_for_says_nothing(source: str, tmp_path: Path, caplog: Any) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    for epochs, by_set_epoch in ((1, False), (2, True)):
+        stream = PackedStream(source, dataset=dataset, epochs=epochs)
+        for _ in range(2):
+            if by_set_epoch:
+                stream.set_epoch(stream.epoch)
+            assert len(taken(stream)) == 4 * epochs
+    broken = PackedStream(source, dataset=dataset, epochs=2)
+    assert len(take(broken, 3)) + len(taken(broken)) == 8
+    assert not caplog.records
+
+
+def test_a_stream_is_iterated_and_not_indexed(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    stream = PackedStream(tmp_path, dataset=dataset)
+    with pytest.raises(TypeError, match=r"no item 0, it is iterated.*use trainer_client\.PackedDataset"):
+        stream[0]
+    assert len(list(stream)) == 4
+    assert "pack" not in stream
+    assert not isinstance(stream, Sequence)
 
 
 def test_a_loop_of_one_for_an_epoch_goes_on_at_the_end_of_an_epoch(source: str, tmp_path: Path) -> None:
@@ -622,6 +666,33 @@ def test_the_import_brings_neither_torch_nor_a_web_framework() -> None:
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        ("from trainer_client import PackedDataset", "PackedDataset"),
+        ("from trainer_client import attention", "trainer_client.attention"),
+        ("import trainer_client.static", "trainer_client.static"),
+        ("next(iter(PackedStream(*given))).for_transformers()", "a batch as tensors"),
+        ("next(iter(PackedStream(*given, device='cuda')))", "a batch as tensors"),
+    ],
+)
+def test_without_torch_an_error_says_what_needs_it(tmp_path: Path, use: str, what: str) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(3), packs_per_shard=2)
+    use = use.replace("*given", "sys.argv[1], dataset=sys.argv[2]")
+    program = (  # torch is hidden, as if it were not installed
+        "import sys; from trainer_client import PackedStream\nclass Hides:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch': raise ModuleNotFoundError('No module', name='torch')\n"
+        "sys.meta_path.insert(0, Hides())\n"
+        f"try:\n    {use}\nexcept ImportError as error:\n    print(error)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), dataset]
+    told = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert told.startswith(what)
+    assert "needs torch, which is not installed" in told
+    assert "pip install '.[trainer]' in a checkout of padfree" in told
 
 
 def test_reading_brings_no_pandas(tmp_path: Path) -> None:
