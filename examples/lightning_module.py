@@ -108,9 +108,19 @@ def main() -> None:
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument(
+        "--checkpoints", metavar="DIR", help="where Lightning keeps checkpoints; none without"
+    )
     parser.add_argument("--resume", help="a checkpoint of Lightning")
     args = parser.parse_args()
-    trainer = lightning.Trainer(max_steps=args.steps, max_epochs=-1, log_every_n_steps=1, logger=False)
+    trainer = lightning.Trainer(
+        max_steps=args.steps,
+        max_epochs=-1,
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=args.checkpoints is not None,  # else they would go into the working folder
+        default_root_dir=args.checkpoints,
+    )
     data = PackedData(source=args.url, dataset=args.dataset, token=os.environ.get("PADFREE_TOKEN"))
     trainer.fit(Module(tiny_model(args.vocab_size)), data, ckpt_path=args.resume)
 

@@ -24,6 +24,7 @@ from trainer_client import PackedStream
         ("trl_sft", "--steps 2 --tokenizer TOKENIZER --output OUT", "mean_token_accuracy"),
         ("accelerate_loop", "--steps 2 --accumulate 2 --vocab-size SIZE --checkpoint OUT", "2 steps, loss"),
         ("lightning_module", "--steps 2 --vocab-size SIZE", ""),
+        ("lightning_module", "--steps 2 --vocab-size SIZE --checkpoints OUT", ""),
         ("evaluation", "--vocab-size SIZE", "12 examples"),
     ],
 )
@@ -40,12 +41,16 @@ def test_runs_as_a_script(
     tokenizer = write_tokenizer(tmp_path / "tokenizer", toy.bundle())
     values = {"SIZE": str(VOCAB_SIZE), "OUT": str(tmp_path / "out"), "TOKENIZER": str(tokenizer)}
     arguments = [values.get(word, word) for word in extra.split()]
-    monkeypatch.chdir(tmp_path)
+    working = tmp_path / "working"
+    working.mkdir()
+    monkeypatch.chdir(working)
     monkeypatch.setattr(sys, "argv", [name, "--url", str(tmp_path), "--dataset", dataset, *arguments])
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.set_num_threads(1)
     importlib.import_module(name).main()
     assert said in capsys.readouterr().out
+    assert not list(working.iterdir())  # nothing is left in a checkout
+    assert ("OUT" in extra) == (tmp_path / "out").exists()
 
 
 def test_too_small_a_vocabulary_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
