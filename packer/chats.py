@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from packer.conversations import Conversation, Habits, conversation
+from packer.roles import looks_like_assistant
 from packer.templates import (
     GENERATION_CLOSE,
     GENERATION_OPEN,
@@ -49,6 +50,7 @@ class Chat:
     words: list[Span]  # control words that stand in someone's words: plain text
     ends_with_assistant: bool  # with a message that is trained
     unprinted: frozenset[str] = frozenset()  # of _PARTS: whose words the template does not print
+    unlearned: tuple[str, ...] = ()  # a role each turn that looks like the assistant's and trains nothing
 
 
 class Chats:
@@ -122,7 +124,19 @@ class Chats:
             words=words,
             ends_with_assistant=talk.messages[-1]["role"] == "assistant" and talk.trained[-1],
             unprinted=missing,
+            unlearned=self._unlearned(talk, trained),
         )
+
+    def _unlearned(self, talk: Conversation, trained: list[Span]) -> tuple[str, ...]:
+        """The roles of turns that look like the assistant's, where the template does not train them."""
+        if not self.masked:
+            return ()
+        roles = [message["role"] for message in talk.messages]
+        found = tuple(
+            role for role, may in zip(roles, talk.trained, strict=True) if may and looks_like_assistant(role)
+        )
+        # Generation blocks may hold other roles' words: then there are more than turns of the assistant.
+        return found if found and len(trained) <= len(talk.assistants) else ()
 
     def _missing(self, talk: Conversation, text: str) -> frozenset[str]:
         """Whose words the template does not print. Raises RowProblem for a user's or the assistant's."""

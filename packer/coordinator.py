@@ -28,7 +28,7 @@ from packer.manifest import (
 )
 from packer.packing import partition_multiple
 from packer.pipeline import pack_partition
-from packer.report import report, total
+from packer.report import nothing_to_train, report, total, unlearned
 from packer.runners import ClusterLost, Done, Runner, Tasks, WorkerDied
 from packer.spec import Job, canonical_json, job_to_document
 from packer.store import LockLost, NoSpaceLeft, Store, StoreError
@@ -317,9 +317,7 @@ def _finish(
             job,
             store,
             PackingFailed(
-                f"nothing to train: of {counters.rows_in} rows {counters.rows_untrained} have no token to "
-                f"train (in max_tokens={job.spec.packing.capacities[-1]} tokens, where they are cut); raise "
-                "max_tokens, or look at `loss`, the labels and the chat template"
+                nothing_to_train(counters, job.spec.packing.capacities[-1], unlearned(manifest.counters))
             ),
         )
     final = report(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,7 @@ class Measured:
     lengths: (n,) int64, 0 for rows that are left out before any cut (empty, untrained, bad): they keep their
     place. begins: (n,) int64, the number of each row's first token in `trained`; None where that was not
     read. counters: what was left out, as the report of a dataset counts it. rejected: the bad rows.
+    unlearned: turns that train nothing though their role looks like the assistant's, by role.
     """
 
     lengths: NDArray[np.int64]
@@ -46,6 +49,7 @@ class Measured:
     trained: Trained | None
     counters: Counters
     rejected: Rejected
+    unlearned: Mapping[str, int]
     _indexes: Sequence[sources.FileIndex]
     _job: Job
 
@@ -76,18 +80,19 @@ def measure(job: Job, store: Store) -> Measured:
         sources.index_input(one, store=store, work_key=f"work/{number}", random_access=False, fields=fields)
         for number, one in enumerate(job.inputs)
     ]
-    counters, rejected = Counters(), Rejected()
+    counters, rejected, unlearned = Counters(), Rejected(), Counter[str]()
     lengths, trained, num_tokens = [np.zeros(0, np.int64)], [], 0
     for partition in sources.cut(indexes, shuffle_seed=None):
         found, wrong, rows, _ = read_rows(job, partition, store, whole=True)
         counters.add({name: getattr(found, name) for name in Counters.__dataclass_fields__})
         rejected.add(wrong)
+        unlearned.update(rows.unlearned)
         lengths.append(rows.lengths)
         trained.append(Trained.of(rows.loss_mask, num_tokens))
         num_tokens += len(rows.loss_mask)
     every = np.concatenate(lengths)
     return _ordered(
-        job, indexes, every, np.cumsum(every) - every, Trained.joined(trained), counters, rejected
+        job, indexes, every, np.cumsum(every) - every, Trained.joined(trained), counters, rejected, unlearned
     )
 
 
@@ -116,6 +121,7 @@ def _ordered(
     trained: Trained | None,
     counters: Counters,
     rejected: Rejected,
+    unlearned: Mapping[str, int] = MappingProxyType({}),
 ) -> Measured:
     """Rows in source order, put into the order of the stream."""
     if job.spec.shuffle_seed is not None:
@@ -127,6 +133,7 @@ def _ordered(
         trained=trained,
         counters=counters,
         rejected=rejected,
+        unlearned=unlearned,
         _indexes=indexes,
         _job=job,
     )

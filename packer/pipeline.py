@@ -59,12 +59,14 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: S
         )
         largest = {"largest_minibatch": int(sizes.max(initial=0))}
     counters.check()
-    lists = {
+    lists: dict[str, Any] = {
         "rejected": [_about(row) for row in sorted(rejected, key=lambda row: row.example_id)[:MAX_LISTED]],
         "overlong": [_about_overlong(rows, row) for row in planned.dropped[:MAX_LISTED].tolist()],
         "fallbacks": [{"partition": number, "reason": reason} for reason in faults],
         "capacities": _capacities(planned),
     }
+    if rows.unlearned:
+        lists["unlearned"] = dict(rows.unlearned)
     return Commit(
         partition=number,
         shards=tuple(shards),

@@ -16,6 +16,7 @@ from packer import sources
 from packer.packing import Capacity, tokens_of_minibatches
 from packer.render import Rendered
 from packer.report import unprinted_warnings
+from packer.roles import unlearned_warnings
 from packer.rows import renderer_of, tokenizer_of
 from packer.spec import Job
 from packer.store import Store
@@ -191,6 +192,7 @@ class _Notes:
         self._counts: Counter[str] = Counter()
         self._places: defaultdict[str, list[str]] = defaultdict(list)  # of the first such rows
         self._unprinted: Counter[str] = Counter()
+        self._unlearned: Counter[str] = Counter()
         self._seen: set[bytes] = set()
         self._minibatch_size = packing.minibatch_size if packing.strategy == "minibatch" else None
         self._lengths: list[NDArray[np.int64]] = []  # of the rows, for mini-batches
@@ -211,6 +213,7 @@ class _Notes:
         self._counts["unusable"] += len(rendered.errors) + num_unreadable
         self._counts["empty"] += int(np.count_nonzero(rendered.lengths == 0)) - len(rendered.errors)
         self._unprinted.update(rendered.unprinted)
+        self._unlearned.update(rendered.unlearned)
         if self._minibatch_size:
             self._lengths.append(np.asarray(rendered.lengths, np.int64))
         wrong = {int(records.example_ids[row]): records.locations[row] for row, _ in rendered.errors}
@@ -258,6 +261,7 @@ class _Notes:
         ]
         found += self._minibatches()
         found += unprinted_warnings(self._unprinted, self.num_rows)
+        found += unlearned_warnings(self._unlearned)
         if whole and self._control is not None and not counts["ended"]:
             found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
         return found

@@ -48,7 +48,8 @@ class Rendered:
     input_ids: (N,) int32. loss_mask: (N,) bool, what the source wants trained (first tokens of
     segments are left out when packing). lengths: (k,) int64, tokens of each row. errors: position in
     the batch and reason of each row that could not be rendered. bytes_cut: UTF-8 bytes of text behind the
-    tokens that were asked for, which were not tokenized. unprinted: rows in which words of a part (system,
+    tokens that were asked for, which were not tokenized. unlearned: turns that train nothing though their
+    role looks like the assistant's, by role. unprinted: rows in which words of a part (system,
     tool, other) are missing, since the chat template does not print them.
     """
 
@@ -58,6 +59,7 @@ class Rendered:
     errors: list[tuple[int, str]]
     bytes_cut: int = 0
     unprinted: Mapping[str, int] = field(default_factory=dict)
+    unlearned: Mapping[str, int] = field(default_factory=dict)
 
 
 class Renderer:
@@ -135,11 +137,11 @@ class Renderer:
     def render(self, rows: Sequence[Mapping[str, Any]]) -> Rendered:
         """Render a batch (some thousand rows at most: all its tokens are in memory)."""
         errors: list[tuple[int, str]] = []
-        bytes_cut, unprinted = 0, Counter[str]()
+        bytes_cut, unprinted, unlearned = 0, Counter[str](), Counter[str]()
         if self._format == "text":
             ids, mask, lengths, bytes_cut = self._texts(rows, errors)
         elif self._format == "messages":
-            ids, mask, lengths = self._messages(rows, errors, unprinted)
+            ids, mask, lengths = self._messages(rows, errors, unprinted, unlearned)
         elif self._format == "tokens":
             ids, mask, lengths = self._tokens(rows, errors)
         else:
@@ -151,6 +153,7 @@ class Renderer:
             errors=sorted(errors),
             bytes_cut=bytes_cut,
             unprinted=dict(unprinted),
+            unlearned=dict(unlearned),
         )
 
     # -------------------------------------------------------------- text
@@ -256,7 +259,11 @@ class Renderer:
     # -------------------------------------------------------------- messages
 
     def _messages(
-        self, rows: Sequence[Mapping[str, Any]], errors: list[tuple[int, str]], unprinted: Counter[str]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        errors: list[tuple[int, str]],
+        unprinted: Counter[str],
+        unlearned: Counter[str],
     ) -> tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]:
         assert self._chats is not None
         chats: list[Chat] = []
@@ -266,6 +273,7 @@ class Renderer:
                 _valid(chat.text, self._fields.get("messages", "messages"))
                 chats.append(chat)
                 unprinted.update(chat.unprinted)
+                unlearned.update(chat.unlearned)
             except RowProblem as problem:
                 errors.append((position, str(problem)))
                 chats.append(Chat(text="", trained=[], words=[], ends_with_assistant=False))

@@ -7,9 +7,12 @@ tokens_in + tokens_padding = tokens_packed + tokens_dropped. `Counters.check` sa
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from packer.roles import unlearned_warnings
 
 MAX_LISTED = 100  # rows left out that are listed by place, of each kind; all are counted
 PADDED_BATCH = 8  # mini-batch that `padded_fill` assumes where the spec names none
@@ -84,27 +87,31 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
     `minibatches`: what is to be said of rows that were cut or left out under strategy "minibatch", instead.
     """
     long = f"are longer than max_tokens={max_tokens} and"
+    by_cut = counters.rows_untrained_by_cut
     share = _percent(counters.tokens_dropped, counters.tokens_in)
-    dropped = f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens ({share})"
+    dropped = f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens ({share}) were dropped"
+    ways = "raise packing.max_tokens (--max-tokens), or set packing.overlong to split (--overlong split)"
+    cut = f"{long} were cut"
+    if by_cut:
+        ways += " or packing.truncate_side to left (--truncate-side left)"
+        cut = f"{cut}, {by_cut:,} of them lost all that they train"
+    if not counters.rows_truncated:
+        cut = f"lost all that they train to a cut at max_tokens={max_tokens}"
     said = {
-        "rows_truncated": f"{long} were cut: raise it, or split them (--overlong split)",
-        "rows_overlong": f"{long} were left out: raise it, or split (--overlong split)",
-        "rows_untrained": "have nothing to train, or nothing that is left after a cut: not packed",
-        "rows_untrained_by_cut": (
-            f"lost all that they train to a cut at max_tokens={max_tokens}, and {dropped} were dropped: "
-            "raise packing.max_tokens (--max-tokens), or set packing.overlong to split (--overlong split) or "
-            "packing.truncate_side to left (--truncate-side left)"
+        f"{cut}, and {dropped}: {ways}": 0 if minibatches else counters.rows_truncated + by_cut,
+        f"{long} were left out: raise it, or split (--overlong split)": (
+            0 if minibatches else counters.rows_overlong
         ),
-        "rows_empty": "have no tokens and were left out",
-        "rows_rejected": "could not be used and were left out; the report lists the first",
+        "have nothing to train: not packed": counters.rows_untrained - by_cut,
+        "have no tokens and were left out": counters.rows_empty,
+        "could not be used and were left out; the report lists the first": counters.rows_rejected,
     }
     found = [minibatches] if minibatches else []
-    for name, text in said.items():
-        if minibatches and name in ("rows_truncated", "rows_overlong"):
-            continue
-        count = getattr(counters, name)
-        if 100 * count >= counters.rows_in > 0:
-            found.append(f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) {text}")
+    for text, count in said.items():
+        if count and 100 * count >= counters.rows_in:
+            found.append(
+                f"{count:,} of {counters.rows_in:,} rows ({_percent(count, counters.rows_in)}) {text}"
+            )
     found += unprinted_warnings(
         {part: getattr(counters, f"rows_{part}_unprinted") for part in ("system", "tool", "other")},
         counters.rows_in,
@@ -119,19 +126,44 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
     return found
 
 
+def nothing_to_train(counters: Counters, max_tokens: int, roles: Mapping[str, int]) -> str:
+    """Why a dataset is none: no row has anything to train. roles: as of `unlearned`."""
+    found = [f"nothing to train: of {counters.rows_in} rows {counters.rows_untrained} have no token to train"]
+    if by_cut := counters.rows_untrained_by_cut:
+        found.append(
+            f"{by_cut} of them lost what they train to a cut at max_tokens={max_tokens}: raise it, or set "
+            "overlong to split or truncate_side to left"
+        )
+    found += unlearned_warnings(roles)
+    if by_cut < counters.rows_untrained:
+        found.append("look at `loss`, the labels, the roles of the messages and the chat template")
+    return "; ".join(found)
+
+
+def unlearned(parts: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Of commits: turns that train nothing though their role looks like the assistant's, by role."""
+    found = Counter[str]()
+    for part in parts:
+        found.update(part.get("unlearned", {}))
+    return dict(found)
+
+
 def minibatch_warning(counters: Counters, max_tokens: int, minibatch_size: int, largest: int) -> str | None:
     """That mini-batches did not fit into their packs: any lost token breaks "the same loss as padding".
 
     `largest`: the max_tokens that holds the largest mini-batch uncut; 0 where it is not known.
     """
-    count = counters.rows_truncated + counters.rows_overlong
+    by_cut = counters.rows_untrained_by_cut
+    count = counters.rows_truncated + counters.rows_overlong + by_cut
     if not count:
         return None
+    lost = f", {by_cut:,} of them with all that they train" if by_cut else ""
     # Texts far over max_tokens are not tokenized to their end, so the largest mini-batch takes more yet.
     least = "at least " if counters.bytes_cut else ""
     holds = f"{least}{largest}, which holds the largest" if largest else "what holds the largest"
+    rows = f"{count:,} of {counters.rows_in:,} rows ({_percent(count, counters.rows_in)})"
     return (
-        f"{count:,} of {counters.rows_in:,} rows ({count / counters.rows_in:.0%}) were cut or left out, "
+        f"{rows} were cut or left out{lost}, "
         f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens dropped: a mini-batch of "
         f"{minibatch_size} rows is one pack, and not all fit into max_tokens={max_tokens}, so the loss is "
         f"not that of padding. Raise max_tokens to {holds} (packs take no more than they "
@@ -211,6 +243,10 @@ def report(
         "rejected": _listed(parts, "rejected"),  # file, line, unit, reason
         "overlong": _listed(parts, "overlong"),  # file, line, unit, example, num_tokens
         "fallbacks": _listed(parts, "fallbacks"),  # partition, reason
-        "warnings": [*warnings, *warnings_of(counters, capacities[-1], cut)],
+        "warnings": [
+            *warnings,
+            *warnings_of(counters, capacities[-1], cut),
+            *unlearned_warnings(unlearned(parts)),
+        ],
         **more,
     }

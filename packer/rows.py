@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ class Rows:
     example_ids: NDArray[np.int64]
     locations: list[Sequence[sources.Location]]  # of the readable rows, batch by batch
     readable: NDArray[np.bool_] | None = None  # which rows could be read; None: all
+    # Turns that train nothing though their role looks like the assistant's, by role.
+    unlearned: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -82,6 +85,7 @@ def _read(
     renderer = renderer_of(job, store, whole=whole)
     ids, masks, lengths, examples = [], [], [], []
     locations: list[Sequence[sources.Location]] = []
+    unlearned = Counter[str]()
     for records in sources.read_partition(partition, store=store, fields=dict(job.spec.source.fields)):
         counters.rows_in += len(records.example_ids) + len(records.errors)
         rejected.extend(records.errors)
@@ -96,6 +100,7 @@ def _read(
         counters.bytes_cut += rendered.bytes_cut
         counters.add({f"rows_{part}_unprinted": count for part, count in rendered.unprinted.items()})
         counters.tokens_dropped += int(rendered.lengths[~trained].sum())
+        unlearned.update(rendered.unlearned)
         # Rows that are left out keep their place, with no tokens.
         keep = slice(None) if (trained | empty).all() else np.repeat(trained, rendered.lengths)
         ids.append(rendered.input_ids[keep])
@@ -120,6 +125,7 @@ def _read(
         example_ids=example_ids,
         locations=locations,
         readable=readable,
+        unlearned=unlearned,
     )
     return counters, rejected, rows
 

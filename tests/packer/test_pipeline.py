@@ -789,3 +789,24 @@ def test_a_report_tells_the_rows_that_a_cut_left_untrained_and_what_to_do(tmp_pa
     assert "7 of 9 tokens (78%) were dropped" in said
     for lever in ("--max-tokens", "--overlong split", "--truncate-side left"):
         assert lever in said
+    assert report["rows_truncated"] == 0
+
+
+def test_one_warning_says_all_of_rows_that_were_cut(tmp_path: Path) -> None:
+    lost = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, -100, 5]}
+    report = pack_rows(tmp_path, [lost, lost, *tokens(6, 2)], packing={"max_tokens": 4}).report
+    assert (report["rows_truncated"], report["rows_untrained_by_cut"], report["rows_packed"]) == (1, 2, 2)
+    (said,) = report["warnings"]
+    assert said.startswith("3 of 4 rows (75%) are longer than max_tokens=4 and were cut, 2 of them lost all")
+    assert "12 of 18 tokens (67%) were dropped" in said
+
+
+def test_one_warning_says_all_of_mini_batches_that_were_cut(tmp_path: Path) -> None:
+    lost = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, -100, 5]}
+    packing = {"max_tokens": 8, "strategy": "minibatch", "minibatch_size": 2}
+    report = pack_rows(tmp_path, [lost, lost, *tokens(2, 2, 7, 7)], packing=packing).report
+    cut = report["rows_truncated"] + report["rows_untrained_by_cut"]
+    assert report["rows_untrained_by_cut"] > 0
+    (said,) = report["warnings"]
+    assert said.startswith(f"{cut} of 6 rows ({cut / 6:.0%}) were cut or left out, ")
+    assert f"{report['rows_untrained_by_cut']} of them with all that they train" in said
