@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ def main() -> None:
     accelerator = Accelerator()
     model = tiny_model(args.vocab_size)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    with open_stream(accelerator, args.url, args.dataset, token=os.environ.get("PADFREE_TOKEN")) as stream:
+    with open_stream(accelerator, args.url, args.dataset) as stream:
         if args.checkpoint and args.checkpoint.exists():
             accelerator.load_state(args.checkpoint)
         losses = train(accelerator, stream, model, optimizer, steps=args.steps, accumulate=args.accumulate)

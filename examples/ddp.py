@@ -128,7 +128,6 @@ def main() -> None:
         packs_per_step=args.packs_per_step,
         epochs=None,  # --steps says how long
         device=device if cuda else None,
-        token=os.environ.get("PADFREE_TOKEN"),
     ) as stream:
         if args.checkpoint and args.checkpoint.exists():
             load(args.checkpoint, model, optimizer, stream)

@@ -105,9 +105,7 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         rank, world_size = dist.get_rank(), dist.get_world_size()
-    stream = open_stream(
-        args.url, args.dataset, rank=rank, world_size=world_size, token=os.environ.get("PADFREE_TOKEN")
-    )
+    stream = open_stream(args.url, args.dataset, rank=rank, world_size=world_size)
     losses = evaluate(tiny_model(args.vocab_size), stream)
     if rank == 0:
         tokens = sum(loss.num_tokens for loss in losses.values())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -121,7 +120,7 @@ def main() -> None:
         enable_checkpointing=args.checkpoints is not None,  # else they would go into the working folder
         default_root_dir=args.checkpoints,
     )
-    data = PackedData(source=args.url, dataset=args.dataset, token=os.environ.get("PADFREE_TOKEN"))
+    data = PackedData(source=args.url, dataset=args.dataset)
     trainer.fit(Module(tiny_model(args.vocab_size)), data, ckpt_path=args.resume)
 
 

@@ -8,7 +8,6 @@ The loop is the one of any trainer: `for batch in stream`, `model(**batch.for_tr
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,8 +110,7 @@ def main() -> None:
     parser.add_argument("--device", help="for example cuda; default: the CPU")
     args = parser.parse_args()
     model = tiny_model(args.vocab_size).to(args.device or "cpu")
-    token = os.environ.get("PADFREE_TOKEN")
-    with PackedStream(args.url, dataset=args.dataset, device=args.device, token=token) as stream:
+    with PackedStream(args.url, dataset=args.dataset, device=args.device) as stream:
         result = train(stream, model, args.steps)
     print(f"{result.steps} steps, loss {result.first_loss:.3f} -> {result.last_loss:.3f}")
 

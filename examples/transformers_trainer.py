@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,7 +161,7 @@ def main() -> None:
             learning_rate=1e-3,
             report_to="none",
         ),
-        stream={"source": args.url, "dataset": args.dataset, "token": os.environ.get("PADFREE_TOKEN")},
+        stream={"source": args.url, "dataset": args.dataset},
     )
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.stream.close()

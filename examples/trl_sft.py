@@ -10,7 +10,6 @@ chunked loss, its metrics, PEFT, callbacks.
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
 from datasets import Dataset
@@ -57,7 +56,7 @@ def main() -> None:
             report_to="none",
             bf16=False,
         ),
-        stream={"source": args.url, "dataset": args.dataset, "token": os.environ.get("PADFREE_TOKEN")},
+        stream={"source": args.url, "dataset": args.dataset},
     )
     trainer.train()
     trainer.stream.close()
