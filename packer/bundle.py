@@ -59,7 +59,8 @@ class Bundle:
         Other files of tokenizers (tokenizer.model, tekken.json, …) are converted: packer.convert.
 
         chat_template: a Jinja text (one with a "{" in it) or the path of one; it takes the place of
-        the tokenizer's own. roots: folders that the path of a template must lead into; None allows all. (A
+        the tokenizer's own. Relative paths are looked up in the working folder, then in each root. roots:
+        folders that the path of a template must lead into; None allows all. (A
         template prints what its file says; of a tokenizer's folder, which may lie where models lie, nothing
         but a tokenizer is read.) Raises TokenizerError, which says what was looked for.
         """
@@ -78,7 +79,7 @@ class Bundle:
         chat_template: str | None,
         roots: Sequence[Path] | None,
     ) -> Bundle:
-        place = Path(path)
+        place = _placed(path, roots)
         if place.is_dir():
             files = {name: (place / name).read_bytes() for name in BUNDLE_NAMES if (place / name).is_file()}
             foreign = {} if "tokenizer.json" in files else _foreign(place)
@@ -97,13 +98,14 @@ class Bundle:
             data = place.read_bytes()
             files = _converted({place.name: data}, {}) if is_foreign(data) else {"tokenizer.json": data}
         else:
-            files = _download(str(path), revision)
+            files = _download(str(path), revision, roots)
         for name, data in files.items():
             if name.endswith(".json"):
                 _json(name, data, place)
         if chat_template is not None:
             files.pop("chat_template.json", None)
             if "{" not in chat_template:
+                chat_template = str(_placed(chat_template, roots))
                 _check_inside(Path(chat_template), roots)
             files["chat_template.jinja"] = _template_text(chat_template).encode()
         return cls(files=files)
@@ -155,6 +157,14 @@ def _converted(foreign: Mapping[str, bytes], beside: Mapping[str, bytes]) -> dic
         raise TokenizerError(f"tokenizer.path: {error}") from error
 
 
+def _placed(path: str | os.PathLike[str], roots: Sequence[Path] | None) -> Path:
+    """The path, or the first that is there under a root, as of sources, where the working folder has none."""
+    place = Path(path)
+    if place.is_absolute() or place.exists():
+        return place
+    return next((root / place for root in roots or () if (root / place).exists()), place)
+
+
 def _check_inside(path: Path, roots: Sequence[Path] | None) -> None:
     """Judged by where the path really leads, links and ".." followed."""
     real = Path(os.path.realpath(path))
@@ -191,12 +201,14 @@ def _template_text(chat_template: str) -> str:
         ) from error
 
 
-def _download(path: str, revision: str | None) -> dict[str, bytes]:
+def _download(path: str, revision: str | None, roots: Sequence[Path] | None) -> dict[str, bytes]:
+    is_asked_of_service = roots is not None and not Path(path).is_absolute()
+    here = "in the service's working folder or its data folders" if is_asked_of_service else "here"
     parts = path.split("/")
     if len(parts) != 2 or not all(parts) or parts[0].startswith((".", "~")):
         raise TokenizerError(
             f"tokenizer.path: a folder with a tokenizer, a tokenizer.json, or a Hub id (org/name) is "
-            f"required, found {path!r}: there is no such folder or file"
+            f"required, found {path!r}: there is no such folder or file {here}"
         )
     from huggingface_hub import snapshot_download  # heavy, and of no use to local tokenizers
 
@@ -205,7 +217,7 @@ def _download(path: str, revision: str | None) -> dict[str, bytes]:
         folder = snapshot_download(path, revision=revision, allow_patterns=patterns)
     except Exception as error:  # the Hub's client raises many kinds, the HTTP client's too
         raise TokenizerError(
-            f"tokenizer.path: there is no folder or file {path!r} here, and the Hub did not give it "
+            f"tokenizer.path: there is no folder or file {path!r} {here}, and the Hub did not give it "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'}); "
             "give a local folder, or check the name and the network"
         ) from error

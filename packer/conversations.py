@@ -96,7 +96,8 @@ def conversation(
     if isinstance(found, str):
         found = _parsed(found, messages_name)
     if not isinstance(found, list):
-        raise RowProblem(f"field {messages_name}: a list of messages is required, found {told(found)}")
+        said = told(found) if "messages" in row else "no such field in the row"
+        raise RowProblem(f"field {messages_name}: a list of messages is required, found {said}")
     if not found:
         raise RowProblem(f"field {messages_name}: at least one message is required, found an empty list")
     messages, trained = [], []

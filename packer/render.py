@@ -178,7 +178,8 @@ class Renderer:
         value = row.get(field)
         name = self._fields.get(field, field)
         if not isinstance(value, str):
-            raise RowProblem(f"field {name}: a text is required, found {told(value)}")
+            found = told(value) if field in row else "no such field in the row"
+            raise RowProblem(f"field {name}: a text is required, found {found}")
         return _valid(value, name)
 
     def _checked(

@@ -246,10 +246,22 @@ def _check_layout(packing: PackingSpec) -> None:
         )
 
 
+# What stands where an object is required.
+_EXAMPLES = {
+    "source": '{"paths": ["…"]}',
+    "tokenizer": '{"path": "…"}',
+    "packing": '{"max_tokens": 8192}',
+}
+
+
 def _parse(cls: type, document: Any, prefix: str) -> Any:
     where = prefix.rstrip(".") or None
     if not isinstance(document, Mapping):
-        raise SpecError(where, f"an object is required, found {_kind(document)}")
+        example = _EXAMPLES.get(where or "", "")
+        if example and isinstance(document, str):
+            example = example.replace("…", document[:60])
+        hint = f"; for example {example}" if example else ""
+        raise SpecError(where, f"an object is required, found {_kind(document)}{hint}")
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}
     for name in document:

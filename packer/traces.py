@@ -103,7 +103,11 @@ def _tracer() -> Any:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        log.warning("%s is set, but there is no %s: pip install 'padfree[otel]'", _ENDPOINTS[0], error.name)
+        log.warning(
+            "%s is set, but there is no %s: pip install '.[otel]' in padfree's checkout",
+            _ENDPOINTS[0],
+            error.name,
+        )
         return None
     name = os.environ.get("OTEL_SERVICE_NAME") or "padfree"
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))

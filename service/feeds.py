@@ -229,7 +229,7 @@ class Feeds:
     async def get(self, dataset: str) -> Feed:
         """The feed of a dataset that the store has. Raises the Problem unknown-dataset."""
         if not _DATASET.fullmatch(dataset):
-            raise problems.unknown_name()
+            raise problems.unknown_name(dataset)
         if not await self._is_there(dataset):
             self.drop(dataset)
             raise problems.unknown_dataset(dataset)

@@ -70,11 +70,11 @@ def dataset_removed(dataset: str) -> Problem:
     return Problem("unknown-dataset", 404, "The dataset was removed", detail)
 
 
-def unknown_name() -> Problem:
-    # Not repeated in the answer: it may be anything.
+def unknown_name(name: str) -> Problem:
+    # As Python writes it, and its beginning alone: it may be anything.
     detail = (
-        "there is no such dataset: an id (32 hexadecimal digits), the beginning of one (4 or more) or a name "
-        "is required; GET /v1/datasets lists those that are there"
+        f"there is no dataset {name[:80]!a}: an id (32 hexadecimal digits), the beginning of one (4 or more) "
+        "or a name is required; GET /v1/datasets lists those that are there"
     )
     return Problem("unknown-dataset", 404, "Unknown dataset", detail)
 

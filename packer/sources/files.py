@@ -147,8 +147,8 @@ def _check_inside(path: Path, found: _Found, text: str) -> None:
     if not any(real.is_relative_to(root) for root in found.roots):
         raise SourceError(
             f"{text}: this leads out of the data folders of the service ({len(found.roots)}; --data-root, "
-            "PADFREE_DATA_ROOTS); put the file into one of them, or start the service with --data-root and "
-            "the folder that holds it"
+            "PADFREE_DATA_ROOTS; its log names them when it starts); put the file into one of them, send it "
+            "with POST /v1/uploads, or start the service with --data-root and the folder that holds it"
         )
 
 

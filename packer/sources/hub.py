@@ -71,7 +71,7 @@ def open_builder(name: HubName, *, local: bool) -> Any:
         import datasets  # takes a second or two: only where it is needed
     except ImportError as error:
         raise SourceError(
-            f"{name.url}: the package `datasets` is required; install padfree[service]"
+            f"{name.url}: the package `datasets` is required: pip install '.[service]' in padfree's checkout"
         ) from error
     try:
         builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         extra = "trainer" if error.name == "torch" else "service"
         print(
-            f"padfree {args.verb}: needs the package {error.name}: pip install 'padfree[{extra}]'",
+            f"padfree {args.verb}: needs the package {error.name}: in padfree's checkout, "
+            f"pip install '.[{extra}]'",
             file=sys.stderr,
         )
         return 1

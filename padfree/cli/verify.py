@@ -7,6 +7,10 @@ import sys
 from typing import Any
 
 from padfree.cli import common
+from padfree.cli.common import CommandError
+
+# What a store holds at its top: of a folder without any of it nothing can be said.
+_FOLDERS = ("datasets", "tokenizers", "uploads")
 
 
 def add(verbs: Any) -> None:
@@ -26,6 +30,13 @@ def run(args: argparse.Namespace) -> int:
     from packer.verify import verify_store
 
     store = common.store_of(args, must_exist=True)
+    if not any(store.list(name) for name in _FOLDERS):
+        raise CommandError(
+            f"{store.url} is no store: one that `padfree pack` or `padfree serve` has written to is "
+            f"required, with {', '.join(_FOLDERS[:-1])} or {_FOLDERS[-1]} in it; name it, for example "
+            f"`padfree verify {common.DEFAULT_STORE}`",
+            status=2,
+        )
     found = verify_store(store, dataset=args.dataset and common.find_here(store, args.dataset))
     for fault in found.faults:
         print(fault, file=sys.stderr)

@@ -178,6 +178,7 @@ def test_estimate_foretells_what_packing_gives(tmp_path: Path) -> None:
         (["pack", "dataset://" + "0" * 32, "--store", "."], 1, "found none of that id"),
         (["stream", "0" * 32, "--store", "."], 1, "0" * 32),
         (["verify", "no-such-store"], 2, "no-such-store"),
+        (["verify", GSM8K.parent], 2, "is no store: .*datasets, tokenizers or uploads in it; name it"),
         (["datasets", "--url", "http://127.0.0.1:9"], 1, "no padfree service answers"),
         (["serve", "--data-root", "no-such-folder"], 2, "no-such-folder"),
         (["serve", "--store", GSM8K], 2, r"\(--store\): a folder .* is required, found .*gsm8k"),

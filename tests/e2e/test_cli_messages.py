@@ -172,3 +172,16 @@ def test_every_field_that_has_an_option_is_known_by_it() -> None:
 @pytest.mark.parametrize("text", ["/data/source.paths/x", "packing.max_tokens_2", "the loss: 3", "loss of a"])
 def test_what_is_no_field_is_left_as_it_is(text: str) -> None:
     assert with_flags(text) == text
+
+
+def test_a_package_that_is_missing_is_told_with_the_way_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> int:
+        raise ModuleNotFoundError("No module", name="uvicorn")
+
+    monkeypatch.setattr("padfree.cli.serve.run", run)
+    assert main(["serve"]) == 1
+    assert capsys.readouterr().err == (
+        "padfree serve: needs the package uvicorn: in padfree's checkout, pip install '.[service]'\n"
+    )

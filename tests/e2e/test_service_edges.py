@@ -75,6 +75,12 @@ def test_every_v1_call_is_guarded_and_the_rest_is_open(tmp_path):
 # ------------------------------------------------------------------ problems and ids
 
 
+def test_an_unknown_name_is_repeated_in_the_answer(tmp_path):
+    with running(tmp_path) as server:
+        said = server.get("/v1/datasets/gsm8k").json["detail"]
+        assert said.startswith("there is no dataset 'gsm8k': an id (32 hexadecimal digits), the beginning")
+
+
 def test_every_error_is_a_problem(server):
     for method, path, status in [
         ("GET", "/nothing", 404),

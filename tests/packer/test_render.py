@@ -78,7 +78,7 @@ def test_f18_what_is_not_a_text_is_told_by_the_sources_field():
         (0, "field r.b: a text is required, found a number (23)"),
         (2, "field r.b: a text is required, found null"),
         (3, "field r.b: a text is required, found a list"),
-        (4, "field r.b: a text is required, found null"),
+        (4, "field r.b: a text is required, found no such field in the row"),
         (5, "field r.b: a text is required, found true or false"),
         (
             6,

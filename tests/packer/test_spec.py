@@ -186,3 +186,17 @@ def test_a_job_survives_its_document(max_tokens: Any) -> None:
     spec = parse_spec(changed("packing.max_tokens", max_tokens))
     job = Job(dataset="d", spec=spec, inputs=INPUTS, tokenizer_digest="t", ignored=("x.bak",))
     assert job_from_document(json.loads(canonical_json(job_to_document(job)))) == job
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "example"),
+    [
+        ("tokenizer", "/models/small", '{"path": "/models/small"}'),
+        ("source", "rows.jsonl", '{"paths": ["rows.jsonl"]}'),
+        ("packing", 1024, '{"max_tokens": 8192}'),
+    ],
+)
+def test_where_an_object_is_required_an_example_is_given(field: str, value: Any, example: str) -> None:
+    with pytest.raises(SpecError, match="an object is required, found a ") as raised:
+        parse_spec({**copy.deepcopy(FULL), field: value})
+    assert f"; for example {example}" in str(raised.value)

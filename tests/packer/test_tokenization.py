@@ -11,6 +11,7 @@ import pytest
 import toy
 from hypothesis import given
 from hypothesis import strategies as st
+from packing_job import write_tokenizer
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -102,6 +103,29 @@ def test_a_hub_id_without_network_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(TokenizerError, match="no folder or file 'nobody/nothing' here, and the Hub"):
         Bundle.read("nobody/nothing")
+
+
+def test_a_relative_path_is_looked_up_in_the_working_folder_then_in_the_roots(monkeypatch, tmp_path):
+    for name in ("here", "root"):
+        write_tokenizer(tmp_path / name / "tokenizer", toy.bundle(chat_template=name))
+    write_tokenizer(tmp_path / "root" / "org" / "name")
+    (tmp_path / "root" / "own.jinja").write_text("{{ 'own' }}")
+    (tmp_path / "empty").mkdir()
+    roots = [tmp_path / "empty", tmp_path / "root"]
+    monkeypatch.chdir(tmp_path / "empty")
+    wanted = Bundle.read(tmp_path / "root" / "tokenizer")
+    assert Bundle.read("tokenizer", roots=roots).files == wanted.files
+    assert Bundle.read("org/name", roots=roots).files == toy.bundle().files  # no Hub is asked
+    own = Bundle.read("tokenizer", chat_template="own.jinja", roots=roots)
+    assert own.files["chat_template.jinja"] == b"{{ 'own' }}"
+    monkeypatch.chdir(tmp_path / "here")
+    assert Bundle.read("tokenizer", roots=roots).files != wanted.files
+    with pytest.raises(
+        TokenizerError, match=r"found 'none': .* in the service's working folder or its data fol"
+    ):
+        Bundle.read("none", roots=roots)
+    with pytest.raises(TokenizerError, match="found 'none': there is no such folder or file here"):
+        Bundle.read("none")
 
 
 @pytest.mark.parametrize("data", [b"{}", b"[]", b'{"model": 1}', b"\xff"])
