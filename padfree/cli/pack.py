@@ -12,8 +12,6 @@ from padfree.cli import common
 from padfree.cli.common import CommandError
 from padfree.cli.spec_options import add_spec_options, resolve_here, spec_document
 
-_SMALL_BYTES = 32 << 20  # below this, starting Ray takes longer than packing in this process
-
 
 def add(verbs: Any) -> None:
     parser = verbs.add_parser("pack", help="tokenize and pack files into a dataset")
@@ -22,7 +20,8 @@ def add(verbs: Any) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="Ray workers here; 0: in this process (all cores, but no Ray below 32 MB of input)",
+        help="Ray workers here; 0: in this process (default: all cores where there is work for more than Ray "
+        "takes to start, else 0)",
     )
     parser.add_argument("--ray", metavar="ADDRESS", help="an existing Ray cluster")
     parser.add_argument(
@@ -110,7 +109,7 @@ def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, 
     job = resolve_here(document, store)
     with (
         _Progress(quiet=args.json) as progress,
-        _runner(args, sum(one.num_bytes for one in job.inputs)) as runner,
+        _runner(args, job, store) as runner,
     ):
         try:
             pack(job, store, runner, on_progress=lambda manifest, of: progress.show(manifest.num_commits, of))
@@ -121,10 +120,11 @@ def _pack_here(args: argparse.Namespace, document: dict[str, Any]) -> dict[str, 
     return view
 
 
-def _runner(args: argparse.Namespace, num_bytes: int) -> Any:
+def _runner(args: argparse.Namespace, job: Any, store: Any) -> Any:
     from packer.runners import InlineRunner
+    from packer.workload import ray_pays
 
-    if args.ray is None and (args.workers == 0 or (args.workers is None and num_bytes < _SMALL_BYTES)):
+    if args.ray is None and (args.workers == 0 or (args.workers is None and not ray_pays(job, store))):
         return InlineRunner()
     from packer.runners.ray import RayRunner
 
