@@ -209,8 +209,20 @@ def _together(parts: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
 
 
+def _require_its_own(dataset: str, partition: int, about: dict[str, Any]) -> None:
+    """Raise ValueError for what another commit says: its file was copied here, each checksum in it holds."""
+    if about["partition"] != partition:
+        raise ValueError(
+            f"the commit of partition {partition} is required, found that of {about['partition']}"
+        )
+    folder = dataset_key(dataset, "shards/")
+    for shard in about["shards"]:  # one may be listed more than once
+        if not shard["key"].startswith(folder):
+            raise ValueError(f"shards of {folder} are required, found {shard['key']}")
+
+
 def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
-    """Commit number `partition`, or None where it is not there yet."""
+    """Commit number `partition`, or None where it is not there yet. Raises ManifestError, also for another."""
     key = commit_key(dataset, partition)
     if (data := _read(store, dataset, key)) is None:
         return None
@@ -221,6 +233,7 @@ def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
         columns = [_together([_values(one.column(name), of) for one in batches], of) for name, of in _COLUMNS]
         if about.pop("sha256") != _digest(columns, about):
             raise ValueError("its checksum does not hold")
+        _require_its_own(dataset, partition, about)
         rows = np.empty(len(columns[0]), ROWS)
         for (name, _), column in zip(_COLUMNS, columns, strict=True):
             rows[name] = column

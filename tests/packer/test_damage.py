@@ -63,6 +63,30 @@ def test_a_cut_off_file_is_a_finding_not_a_crash(
     assert again.digests == packed.digests
 
 
+@pytest.mark.parametrize("how", ["copied", "swapped", "of another dataset"])
+def test_a_commit_in_the_place_of_another_is_found(tmp_path: Path, how: str) -> None:
+    """Its checksums hold all the same: without a look at whose it is, packs would be lost and doubled."""
+    store = LocalStore(tmp_path)
+    dataset = build_dataset(tmp_path, numbered_packs(12), packs_per_shard=2)
+    other = build_dataset(tmp_path, random_packs(12), packs_per_shard=2)
+    first, second = (store.get(commit_key(dataset, number)) for number in (0, 1))
+    foreign = store.get(commit_key(other, 1))
+    store.put(commit_key(dataset, 1), foreign if how == "of another dataset" else first)
+    if how == "swapped":
+        store.put(commit_key(dataset, 0), second)
+    here, there = (f"datasets/{one}/shards/" for one in (dataset, other))
+    found = f"shards of {here} are required, found {there}000001-000.arrow"
+    if how != "of another dataset":
+        number = 1 if how == "copied" else 0
+        found = f"the commit of partition {number} is required, found that of {1 - number}"
+    with pytest.raises(ManifestError, match=rf"{found}.*; remove it .* and pack it again"):
+        Manifest(store, dataset).refresh()
+    faults = verify_store(store, dataset=dataset).faults
+    assert len(faults) == 1
+    assert found in faults[0]
+    assert verify_store(store, dataset=other).faults == []
+
+
 def test_an_empty_shard_is_a_finding(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     dataset = build_dataset(tmp_path, numbered_packs(2), packs_per_shard=2)
