@@ -222,7 +222,7 @@ def _require_its_own(dataset: str, partition: int, about: dict[str, Any]) -> Non
 
 
 def read_commit(store: Store, dataset: str, partition: int) -> Commit | None:
-    """Commit number `partition`, or None where it is not there yet. Raises ManifestError, also for another."""
+    """Commit number `partition`, None where it is not there yet. Raises ManifestError, also for another."""
     key = commit_key(dataset, partition)
     if (data := _read(store, dataset, key)) is None:
         return None
