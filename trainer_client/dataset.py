@@ -175,6 +175,12 @@ def _require_loader_options(options: Mapping[str, Any]) -> None:
     for name, hint in instead.items():
         if options.get(name) not in (None, False):
             raise ValueError(f"{name}: nothing, or None, is required, found {options[name]!r}: {hint}")
+    if not options.get("in_order", True):
+        raise ValueError(
+            f"in_order: nothing, or True, is required, found {options['in_order']!r}: a state says that all "
+            "batches before the last one were taken, so batches that overtake others would leave those "
+            "untrained after a resume; leave it out, and give more workers or prefetch_factor instead"
+        )
 
 
 def _refuse_to_collate(batch: Any, **_: Any) -> NoReturn:

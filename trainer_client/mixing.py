@@ -155,6 +155,7 @@ class MixedStream:
                 log.warning("nothing is left of the mixture of %s: it is at its end", ", ".join(self.names))
             is_empty = False
             if len(drawn) < self._batches_per_step:  # the last one, or none
+                self._over = True  # not while it was drawn: who breaks off at the last one is not at the end
                 return
 
     def _draw(self, iterators: list[Iterator[PackedBatch]]) -> tuple[int, PackedBatch] | None:
@@ -166,7 +167,6 @@ class MixedStream:
                 return source, self._counted(source, batch)
             self._exhausted[source] = True
             if self._until == "first_exhausted" or all(self._ended()):
-                self._over = True
                 return None
             self._go_on(source)
             iterators[source] = iter(self.streams[source])

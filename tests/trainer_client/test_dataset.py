@@ -243,6 +243,10 @@ def test_options_of_a_loader_that_mean_nothing_here_are_named(tmp_path: Path) ->
         ({"collate_fn": list}, "collate_fn: .*`transform`"),
         ({"sampler": [0]}, "sampler: .*rank and world_size"),
         ({"batch_sampler": [[0]]}, "batch_sampler: .*packs_per_step"),
+        (
+            {"num_workers": 2, "in_order": False},
+            "in_order: .*True, is required, found False: .*untrained after",
+        ),
     ]:
         with pytest.raises(ValueError, match=says):
             packed.loader(**options)

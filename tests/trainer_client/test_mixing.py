@@ -238,6 +238,26 @@ def test_a_mixture_at_its_end_gives_nothing_more_when_resumed(
     assert list(longer)
 
 
+@pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
+@pytest.mark.parametrize("batches_per_step", [1, 2, 5])
+def test_broken_off_at_the_last_batch_it_goes_on_as_its_state_does(
+    tmp_path: Path, batches_per_step: int, until: Any
+) -> None:
+    """As a PackedStream: nothing is left of that iteration first, then the next epochs."""
+    datasets = lengths_of(tmp_path, {"small": (3, 4), "large": (7, 4)})
+    how: dict[str, Any] = {"weights": [1, 1], "until": until, "batches_per_step": batches_per_step}
+    num_batches = len(list(mixed(tmp_path, datasets, **how)))
+    stream, resumed = mixed(tmp_path, datasets, **how), mixed(tmp_path, datasets, **how)
+    for batch in itertools.islice(iter(stream), num_batches):
+        last = batch
+    resumed.load_state_dict(last.state)
+    assert list(stream) == list(resumed) == []
+    assert stream.state_dict() == resumed.state_dict()
+    again = [told(batch) for batch in stream]
+    assert again
+    assert [told(batch) for batch in resumed] == again
+
+
 def test_micro_batches_of_a_step_dataset_stay_together(tmp_path: Path) -> None:
     datasets = {
         "steps": build_step_dataset(tmp_path, numbered_packs(20), [3, 2, 5, 4, 1, 5]),
