@@ -53,10 +53,15 @@ class Server:
     port: int
     service: Service | None = None
     process: subprocess.Popen[bytes] | None = None
+    log: IO[bytes] | None = None  # what a process of its own writes on standard error
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def said(self) -> str:
+        """What a process of its own has written on standard error."""
+        return _said(self.log)
 
     def open(
         self, method: str, path: str, *, headers: Mapping[str, str] | None = None, body: bytes | None = None
@@ -135,7 +140,7 @@ def spawned(
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed below. A pipe that nobody reads would stop it
     process = subprocess.Popen(command, env={**os.environ, **environ}, stderr=log)
     try:
-        server = Server(port=port, process=process)
+        server = Server(port=port, process=process, log=log)
         wait_for(lambda: process.poll() is not None or _answers(server))
         assert process.poll() is None, _said(log)
         yield server
@@ -146,7 +151,8 @@ def spawned(
         log.close()
 
 
-def _said(log: IO[bytes]) -> str:
+def _said(log: IO[bytes] | None) -> str:
+    assert log is not None
     log.seek(0)
     return log.read().decode()
 

@@ -260,7 +260,7 @@ def test_f43_a_waiting_stream_is_cut_not_ended(tmp_path, number):
             response.read()
         connection.close()
         assert server.process.wait(10) == 0
-        said = server.process.stderr.read().decode()
+        said = server.said()
         assert "Traceback" not in said
         assert said.splitlines()[-1].endswith("padfree.service: stopped")
 
@@ -296,9 +296,9 @@ def test_f43_a_request_that_outlasts_the_patience_is_told_and_leaves_no_tracebac
             answer = upload.recv(65536)
         assert answer.startswith(b"HTTP/1.1 503")
         assert server.process.wait(20) == 0
-        told = server.process.stderr.read()
-        assert b"POST /v1/uploads is given up: the service stops" in told
-        assert b"Traceback" not in told
+        told = server.said()
+        assert "POST /v1/uploads is given up: the service stops" in told
+        assert "Traceback" not in told
 
 
 def test_a_store_that_cannot_be_written_is_not_to_be_tried_again(tmp_path):

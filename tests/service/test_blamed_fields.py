@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import urllib.error
@@ -23,4 +24,5 @@ def test_a_tokenizers_error_says_itself_which_field_is_to_blame(field: str) -> N
 def test_the_command_line_names_a_field_once(detail: str) -> None:
     body = io.BytesIO(json.dumps({"field": "tokenizer.path", "detail": detail}).encode())
     error = urllib.error.HTTPError("http://x", 422, "Unprocessable", Message(), body)
-    assert str(_problem(error, "http://x", "/v1/datasets")) == "tokenizer.path: a folder is required"
+    args = argparse.Namespace(url="http://x", token=None)
+    assert str(_problem(error, args, "/v1/datasets")) == "tokenizer.path: a folder is required"
