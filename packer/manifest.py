@@ -275,12 +275,14 @@ class Manifest:
 
     @property
     def rows(self) -> np.ndarray:
-        return self._rows[: self._num_packs]
+        num_packs = self._num_packs  # first: another thread may read on, which never changes what was read
+        return self._rows[:num_packs]
 
     @property
     def trained_ends(self) -> NDArray[np.int64]:
         """Trained tokens before each pack, and of all, (num_packs + 1,)."""
-        return self._trained_ends[: self._num_packs + 1]
+        num_packs = self._num_packs
+        return self._trained_ends[: num_packs + 1]
 
     def step_sizes(self) -> NDArray[np.int64] | None:
         """Packs of each optimiser step in commit order, (n,) int64, of a "step" dataset.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer import order
-from packer.manifest import Manifest, ManifestError, lock_key, repair
+from packer.manifest import Manifest, ManifestError, lock_key, repair, step_sizes_of
 from packer.shard import Stamp, padding_pack
 from packer.store import open_store
 from trainer_client.course import Layout
@@ -43,7 +43,7 @@ class FolderTransport:
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._dropped: set[int] = set()  # shards whose copy was damaged; of each once
         self._closed = threading.Event()
-        self._lock = threading.Lock()  # the training thread may ask for num_packs beside the reader
+        self._reading = _Reading()
         self._known = False
         self._spec: dict[str, Any] | None = None
         self._layout: Layout | None = None
@@ -87,7 +87,7 @@ class FolderTransport:
 
     def fresh(self) -> FolderTransport:
         other = FolderTransport(self._root, self.dataset, timeout_s=self._timeout_s)
-        other._manifest, other._lock, other._known = self._manifest, self._lock, self._known
+        other._manifest, other._reading, other._known = self._manifest, self._reading, self._known
         other._spec, other._layout = self._spec, self._layout
         return other
 
@@ -132,15 +132,21 @@ class FolderTransport:
                 "spec gives the same packs"
             )
 
-    def _refresh(self) -> bool:
+    def _refresh(self) -> None:
+        """Read on what was committed since. It may be another thread that has read it."""
         try:
-            with self._lock:
-                return self._manifest.refresh()
+            with self._reading as is_mine:
+                if is_mine:
+                    self._manifest.refresh()
         except ManifestError as error:
             self._require_there()
             raise DataDamaged(f"dataset {self.dataset}: {error}") from error
         except OSError as error:
             raise Lost(f"the store cannot be read: {error}") from error
+
+    def _progress(self) -> tuple[int, bool]:
+        """Commits that were read, and whether these are all."""
+        return self._manifest.num_commits, self._manifest.finished is not None
 
     def _step_sizes(self) -> NDArray[np.int64] | None:
         sizes = self._manifest.step_sizes()
@@ -149,32 +155,33 @@ class FolderTransport:
         return sizes
 
     def _epoch(self, request: Request) -> Epoch:
-        """The request's epoch as far as it is committed now."""
-        manifest = self._manifest
-        return Epoch(
-            request=request,
-            rows=manifest.rows,
-            step_sizes=manifest.step_sizes(),
-            finished=manifest.finished is not None,
-        )
+        """The request's epoch as far as it was read."""
+        # Looked at before the rows: another thread may read on meanwhile, and all are there once it is set.
+        finished = self._manifest.finished is not None
+        rows = self._manifest.rows
+        sizes = step_sizes_of(rows, self.dataset)
+        return Epoch(request=request, rows=rows, step_sizes=sizes, finished=finished)
 
     def _wait_for_step(self, request: Request, step: int) -> Epoch | None:
         """Wait until all packs of `step` are committed; None where the epoch has no such step."""
         self._require_known()
-        manifest = self._manifest
         deadline = time.monotonic() + self._timeout_s
         while True:
+            # What has changed is told by what is known, not by who saw it: the training thread reads on too.
+            seen = self._progress()
             epoch = self._epoch(request)
             if step < epoch.num_steps:
                 return epoch
-            if manifest.finished is not None:
+            if seen[1]:
                 return None
-            while not self._refresh():
+            self._refresh()
+            while self._progress() == seen:
                 if self.still_packing():  # slow, but alive
                     deadline = time.monotonic() + self._timeout_s
                 self._require_future(step, deadline)
                 if self._closed.wait(_POLL_S):
                     raise Lost("closed")
+                self._refresh()
             deadline = time.monotonic() + self._timeout_s
 
     def _require_future(self, step: int, deadline: float) -> None:
@@ -259,6 +266,23 @@ class FolderTransport:
         if len(self._maps) > _MAX_OPEN_SHARDS:
             self._maps.popitem(last=False)
         return view
+
+
+class _Reading:
+    """Who reads on: one thread at a time. Entered once more by the same thread, as a signal's handler does
+    that asks for a state, it gives False: what is being read is not whole yet."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth = threading.RLock(), 0
+
+    def __enter__(self) -> bool:
+        self._lock.acquire()
+        self._depth += 1
+        return self._depth == 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        self._lock.release()
 
 
 class Epoch:

@@ -106,7 +106,7 @@ class _Buffer(Generic[T]):
         self._bytes = 0
         self._max_items, self._max_bytes = max_items, max(1, max_bytes)
         self._meter = meter
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the stream from within
         self._arrived = threading.Condition(self._lock)  # the loop waits for an item
         self._freed = threading.Condition(self._lock)  # the reader waits for its turn
         self._is_awaited = False  # the loop does so
@@ -153,7 +153,7 @@ class _Buffer(Generic[T]):
         with self._lock:
             occupancy = len(self._items)
             is_mine = not occupancy and self._wants_turn(start, is_hurried)
-            entry = self._taken(is_hurried) if self._items else None
+            entry = self._taken(is_hurried)
         if is_mine:
             entry = self._read(keep=False)
         meter.waiting_since = None
@@ -163,9 +163,12 @@ class _Buffer(Generic[T]):
         meter.num_bytes += entry[1]
         return entry[0]
 
-    def _taken(self, is_hurried: bool) -> tuple[T, int]:
-        """Take what lies ready, and let the reader know of the room."""
-        entry = self._items.popleft()
+    def _taken(self, is_hurried: bool) -> tuple[T, int] | None:
+        """Take what lies ready, if anything does, and let the reader know of the room."""
+        try:
+            entry = self._items.popleft()
+        except IndexError:
+            return None
         self._bytes -= entry[1]
         if self._is_parked or not is_hurried:
             self._is_parked = False
@@ -243,6 +246,10 @@ class _Buffer(Generic[T]):
         if isinstance(self._source, Generator):
             self._source.close()
 
+    def is_held_here(self) -> bool:
+        """Whether this thread is within it, and the reader may wait for it to go on."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]  # what Condition itself asks of it
+
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
@@ -291,7 +298,7 @@ def _shut(buffer: _Buffer[Any], thread: threading.Thread, cancel: Callable[[], N
         return  # a forked child's copy: the thread, its locks and its socket are the parent's
     buffer.close()
     cancel()
-    if thread is not threading.current_thread():
+    if thread is not threading.current_thread() and not buffer.is_held_here():
         thread.join(_JOIN_S)
         if thread.is_alive():
             log.warning("the reader did not end within %g s; it ends with the process", _JOIN_S)

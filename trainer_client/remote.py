@@ -76,7 +76,7 @@ class HttpTransport:
         self._token = token
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close it from within
         self._closed = False
         self._has_answered = False
         self._prefix, self._header_bytes = b"", 8  # of the last message, and the size that it says
