@@ -95,15 +95,17 @@ class Skip:
         return {"epoch": self.epoch, self.unit: [self.start, self.stop]}
 
 
-def skips_from(documents: Iterable[Mapping[str, Any]]) -> tuple[Skip, ...]:
+def skips_from(documents: Any) -> tuple[Skip, ...]:
     """The inverse of `Skip.to_document`, for all of a state. Raises ValueError."""
+    if not isinstance(documents, Sequence) or isinstance(documents, str):
+        raise ValueError(f"skip of the state must be a list, empty where nothing is, found {documents!r:.80}")
     skips = []
     for document in documents:
-        unit = "packs" if "packs" in document else "optimizer_steps"
         try:
+            unit = "packs" if "packs" in document else "optimizer_steps"
             start, stop = (int(end) for end in document[unit])
             skips.append(Skip(epoch=int(document["epoch"]), unit=unit, start=start, stop=stop))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(
                 f'skip: as in {{"epoch": 0, "packs": [0, 8]}}, or with "optimizer_steps", found {document}'
             ) from error

@@ -211,6 +211,8 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_st
             "this is the state of one DataLoader worker, which only a worker of a PackedDataset can load; "
             "save `batch.state` of the last batch taken instead"
         )
+    if not isinstance(spec := state.get("spec") or {}, Mapping):
+        raise ValueError(f"spec of the state must be an object, or left out, found {spec!r:.80}")
     if state["dataset"] != dataset:
         raise StateMismatch(
             "dataset",

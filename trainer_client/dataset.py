@@ -138,7 +138,7 @@ class PackedDataset(IterableDataset):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises StateMismatch as PackedStream does, and where a worker's
         state is loaded with another number of workers."""
-        lane = state.get("lane")
+        lane = state.get("lane") if isinstance(state, Mapping) else None  # which the stream refuses
         self._is_under_way = False
         if lane is None:
             self._began, self._num_given = None, 0

@@ -128,6 +128,7 @@ class PackedStream:
         self._skips: tuple[Skip, ...] = ()
         self._num_fillers = 0  # that the loaded state may count as packs
         self._lane = Lane()
+        self._told_spec: dict[str, Any] = {}  # by the copy that `_follow` follows, as specs.of_state
         self._start()
 
     def _start(self) -> None:
@@ -228,7 +229,7 @@ class PackedStream:
 
     def _follow(self, state: Mapping[str, Any]) -> None:
         """Stand where another process's copy of this stream does."""
-        self._cursor = place_in(state)
+        self._cursor, self._told_spec = place_in(state), {"spec": state["spec"]} if "spec" in state else {}
 
     def _came_to_the_end(self) -> None:
         """The copy's iteration did."""
@@ -308,7 +309,7 @@ class PackedStream:
         state = to_state(self._cursor, self._split, self.dataset, self._term, skips)
         if self._cursor == Cursor():  # nothing was taken, nor perhaps asked for
             return state
-        return state | specs.of_state(self._transport.known().spec)
+        return state | (specs.of_state(self._transport.known().spec) or self._told_spec)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, on any world size; what it leaves out is left out here.

@@ -161,6 +161,18 @@ def test_its_own_loader_goes_on_where_the_loop_is(tmp_path: Path, num_workers: i
     assert packed.state_dict()["epoch"] == 3
 
 
+@pytest.mark.parametrize("num_taken", [4, 5, 6])
+def test_a_state_says_the_spec_also_where_workers_read(source: str, tmp_path: Path, num_taken: int) -> None:
+    """Within an epoch, at its last batch, and past it: as `batch.state` does, and as without workers."""
+    packed = PackedDataset(source, dataset=build_dataset(tmp_path, numbered_packs(5), packs_per_shard=6))
+    for batch in itertools.islice(packed.loader(num_workers=2), num_taken):
+        state = batch.state
+    assert state["spec"]["packing.strategy"] == '"best_fit"'
+    assert packed.state_dict() == state
+    with pytest.raises(ValueError, match="found NoneType"):
+        packed.load_state_dict(None)  # type: ignore[arg-type]
+
+
 def test_its_own_loader_with_persistent_workers(tmp_path: Path) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(7), packs_per_shard=6)
     packed = PackedDataset(tmp_path, dataset=dataset)

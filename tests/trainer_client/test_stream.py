@@ -807,6 +807,12 @@ def test_the_token_is_sent_and_never_shown(tmp_path: Path) -> None:
         ({"epoch": "1"}, "epoch of the state"),
         ({"packs": -1}, "packs of the state"),
         ({"version": 99}, "version"),
+        ({"skip": None}, "skip of the state must be a list, .* found None"),
+        ({"skip": "0-8"}, "skip of the state must be a list, .* found '0-8'"),
+        ({"skip": [8]}, "skip: as in .* found 8"),
+        ({"skip": [{"epoch": 0, "packs": [0, float("inf")]}]}, "skip: as in .* found .*inf"),
+        ({"spec": "best_fit"}, "spec of the state must be an object, or left out, found 'best_fit'"),
+        ({"spec": [1], "dataset": "0" * 32}, r"spec of the state must be an object, .* found \[1\]"),
     ],
 )
 def test_a_state_of_wrong_values_is_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
