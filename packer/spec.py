@@ -19,6 +19,7 @@ from typing import Any, Literal
 from packer.naming import name_fault
 from packer.packing import ONE_CAPACITY
 from packer.shard import FORMAT_VERSION
+from packer.shown import is_text, kind, shown
 
 # Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
 ENGINE_VERSION = 5
@@ -141,7 +142,7 @@ def parse_spec(document: Any) -> Spec:
         if "+" in theirs and ours not in _JOINABLE:
             raise SpecError(
                 "source.fields",
-                f'"+" joins texts ({", ".join(_JOINABLE)}), found {_shown(theirs)} for {ours}; name one '
+                f'"+" joins texts ({", ".join(_JOINABLE)}), found {shown(theirs)} for {ours}; name one '
                 "field of the source, or put them together there",
             )
     if len(spec.packing.capacities) > MOST_CAPACITIES:
@@ -261,15 +262,15 @@ def _parse(cls: type, document: Any, prefix: str) -> Any:
         if example and isinstance(document, str):
             example = example.replace("…", document[:60])
         hint = f"; for example {example}" if example else ""
-        raise SpecError(where, f"an object is required, found {_kind(document)}{hint}")
+        raise SpecError(where, f"an object is required, found {kind(document)}{hint}")
     hints = typing.get_type_hints(cls)
     known = {f.name: f for f in dataclasses.fields(cls)}
     for name in document:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
-            shown = str(name).encode("utf-8", "backslashreplace").decode()
-            raise SpecError(f"{prefix}{shown}", f"there is no such field; {hint}")
+            printable = str(name).encode("utf-8", "backslashreplace").decode()
+            raise SpecError(f"{prefix}{printable}", f"there is no such field; {hint}")
     values = {}
     for name, spec_field in known.items():
         if name in document:
@@ -289,28 +290,28 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         wanted = ", ".join(repr(arg) for arg in args)
         close = difflib.get_close_matches(str(value), [str(arg) for arg in args], n=1)
         hint_text = f"; did you mean {close[0]!r}?" if close else ""
-        raise SpecError(where, f"one of {wanted} is required, found {_shown(value)}{hint_text}")
+        raise SpecError(where, f"one of {wanted} is required, found {shown(value)}{hint_text}")
     if origin is tuple:
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list | tuple):
-            raise SpecError(where, f"a list of texts is required, found {_kind(value)}")
+            raise SpecError(where, f"a list of texts is required, found {kind(value)}")
         return tuple(_value(args[0], item, where) for item in value)
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         texts = [*value, *value.values()] if isinstance(value, Mapping) else [None]
-        if not all(isinstance(text, str) and _is_text(text) for text in texts):
-            raise SpecError(where, f"an object of texts is required, found {_shown(value)}")
+        if not all(isinstance(text, str) and is_text(text) for text in texts):
+            raise SpecError(where, f"an object of texts is required, found {shown(value)}")
         return dict(sorted(value.items()))
     if origin in (typing.Union, types.UnionType):
         return _union(args, value, where)
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if hint is str and isinstance(value, str) and value:
-        if not _is_text(value):
+        if not is_text(value):
             raise SpecError(where, "a text of Unicode characters without null is required, found another")
         return value
     names = {int: "a whole number", str: "a text (not empty)", bool: "true or false"}
-    raise SpecError(where, f"{names.get(hint, hint)} is required, found {_shown(value)}")
+    raise SpecError(where, f"{names.get(hint, hint)} is required, found {shown(value)}")
 
 
 def _union(args: tuple[Any, ...], value: Any, where: str) -> Any:
@@ -322,24 +323,8 @@ def _union(args: tuple[Any, ...], value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):  # where a list may stand, it comes after the single value
         rest = rest[::-1]
     if bool in args and value != "auto":
-        raise SpecError(where, f'"auto", true or false is required, found {_shown(value)}')
+        raise SpecError(where, f'"auto", true or false is required, found {shown(value)}')
     return _value(rest[0], value, where)
-
-
-def _is_text(value: str) -> bool:
-    """Whether it can be written down: no lone half of a surrogate pair, no null."""
-    return "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
-
-
-def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a text", type(None): "null", bool: "true or false"}.get(
-        type(value), "a number"
-    )
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=not _is_text(str(value)), default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ------------------------------------------------------------------ identity
