@@ -114,7 +114,7 @@ def wait_for(found: Callable[[], Any], *, timeout_s: float = 30) -> Any:
 def running(
     store: Path | str, *, runner: Runner | Callable[[], Runner] | None = None, **settings: Any
 ) -> Iterator[Server]:
-    """A server on `store` in a thread; without a runner it only serves."""
+    """A server on `store` in a thread, started; without a runner it only serves."""
     chosen = Settings.from_environment({}, store=store, port=0, **settings)
     app = create_app(chosen, runner)
     listener = bind(chosen)
@@ -122,6 +122,8 @@ def running(
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
+        # Until then its start may be writing to the store, whose files a test may be about to damage.
+        wait_for(lambda: server.started or not thread.is_alive())
         yield Server(port=listener.getsockname()[1], service=app.state.padfree)
     finally:
         server.should_exit = True
