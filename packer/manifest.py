@@ -183,9 +183,7 @@ def _read(store: Store, dataset: str, key: str) -> bytes | None:
     except StoreError as error:
         if not error.is_lasting:
             raise
-        found = error.__cause__.strerror if isinstance(error.__cause__, OSError) else error
-        what = f"a file that this user may read is required, found: {found}"
-        raise damaged(store, dataset, key, what) from error
+        raise damaged(store, dataset, key, error.shown) from error
 
 
 def _is_there(store: Store, key: str) -> bool:

@@ -80,7 +80,9 @@ def damaged_view(dataset: str, error: ManifestError | StoreError) -> dict[str, A
     if isinstance(error, ManifestError):
         detail = error.shown
     elif error.is_lasting:
-        detail = f"its files in the store cannot be read (the log names which); {repair(dataset)}"
+        detail = (
+            f"a file of it in the store cannot be read, named in the log ({error.shown}); {repair(dataset)}"
+        )
     else:
         detail = "the store could not be read just now (the log says why); ask again"
     return {

@@ -18,7 +18,7 @@ from service import problems
 from service.auth import known_parameters_only
 from service.feeds import Feed
 from service.problems import Problem
-from service.sending import ChunkedResponse, CutOff
+from service.sending import ChunkedResponse
 from service.state import Service, service_of
 
 MEDIA_TYPE = "text/event-stream"
@@ -81,7 +81,7 @@ async def _events(service: Service, feed: Feed) -> AsyncIterator[bytes]:
     except Problem:  # the feed was closed: the dataset is removed
         yield _event("removed", {"id": feed.dataset})
     except OSError as error:
-        raise CutOff(str(error)) from error
+        raise problems.from_store_error(error) from error
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

@@ -71,8 +71,9 @@ class Snapshot:
 class Feed:
     """One dataset's manifest, shared by all requests of this process."""
 
-    def __init__(self, store: Store, dataset: str, executor: Executor) -> None:
-        self.dataset = dataset
+    def __init__(self, store: Store, dataset: str, executor: Executor, damaged: set[str]) -> None:
+        """damaged: all datasets that could not be read; whether this one is of them is kept here."""
+        self.dataset, self._all_damaged = dataset, damaged
         self._store, self._executor = store, executor
         self._manifest = Manifest(store, dataset)
         self._reading = asyncio.Lock()
@@ -173,14 +174,21 @@ class Feed:
             step_sizes = self._manifest.step_sizes()
             if self._manifest.finished is None and not (removed := self._manifest.is_removed()):
                 stopped = self._manifest.failed()
+            self._all_damaged.discard(self.dataset)
         except ManifestError as error:
             if not (removed := self._manifest.is_removed()):
                 stopped = self._damaged(error)["error"]
+        try:
+            cancelled = self._store.exists(cancelled_key(self.dataset))
+        except StoreError as error:
+            if not error.is_lasting:
+                raise
+            cancelled, stopped = False, self._damaged(error)["error"]
         stopped = {"detail": "it was removed"} if removed else stopped
-        cancelled = self._store.exists(cancelled_key(self.dataset))
+        finished = self._manifest.finished is not None and stopped is None
         old, rows = self._snapshot, self._manifest.rows
         same = old is not None and (
-            (old.num_packs, old.finished) == (len(rows), self._manifest.finished is not None)
+            (old.num_packs, old.finished) == (len(rows), finished)
             and (old.stopped, old.cancelled, old.removed) == (stopped, cancelled, removed)
         )
         if old is not None and same:
@@ -190,7 +198,7 @@ class Feed:
             trained_ends=self._manifest.trained_ends,
             shards=self._manifest.shards,
             num_shards=len(self._manifest.shards),
-            finished=self._manifest.finished is not None,
+            finished=finished,
             step_sizes=step_sizes,
             cancelled=cancelled,
             removed=removed,
@@ -200,17 +208,23 @@ class Feed:
 
     def _read_view(self) -> dict[str, Any] | None:
         try:
-            view = dataset_view(self._store, self.dataset, self._manifest)
-        except (ManifestError, StoreError) as error:  # one dataset that is damaged must not hide the others
-            if isinstance(error, StoreError) and not error.is_lasting:
+            is_cancelled = self._store.exists(cancelled_key(self.dataset))
+            try:
+                view = dataset_view(self._store, self.dataset, self._manifest)
+                self._all_damaged.discard(self.dataset)
+            except ManifestError as error:  # one dataset that is damaged must not hide the others
+                view = self._damaged(error)
+        except StoreError as error:
+            if not error.is_lasting:
                 raise
-            view = self._damaged(error)
-        if view is not None and self._store.exists(cancelled_key(self.dataset)):
+            return self._damaged(error)
+        if view is not None and is_cancelled:
             view["state"] = "cancelled"
         return view
 
     def _damaged(self, error: ManifestError | StoreError) -> dict[str, Any]:
         """The view of a dataset that cannot be read; told in the log once, for pages ask every second."""
+        self._all_damaged.add(self.dataset)
         if str(error) != self._told:
             self._told = str(error)
             log.error("dataset %s: %s", self.dataset, error)
@@ -225,6 +239,7 @@ class Feeds:
         self._feeds: OrderedDict[str, Feed] = OrderedDict()
         self._asking: dict[str, asyncio.Future[bool]] = {}  # whether a dataset is there
         self._ready_s: dict[str, float] = {}  # dataset: time.monotonic when it was seen to be ready
+        self._damaged: set[str] = set()  # as views and streams found them
 
     async def get(self, dataset: str) -> Feed:
         """The feed of a dataset that the store has. Raises the Problem unknown-dataset."""
@@ -235,7 +250,7 @@ class Feeds:
             raise problems.unknown_dataset(dataset)
         feed = self._feeds.get(dataset)
         if feed is None:
-            feed = self._feeds[dataset] = Feed(self._store, dataset, self._executor)
+            feed = self._feeds[dataset] = Feed(self._store, dataset, self._executor, self._damaged)
             self._shrink()
         self._feeds.move_to_end(dataset)
         return feed
@@ -251,7 +266,10 @@ class Feeds:
         return await asyncio.shield(asking)
 
     async def states(self) -> list[str]:
-        """The state of each dataset. What is ready is asked for again only now and then."""
+        """The state of each dataset. What is ready is asked for again only now and then.
+
+        Commits are not read for this, there may be many: a damage there counts from when a request found it.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._read_states)
 
     def _read_states(self) -> list[str]:
@@ -259,10 +277,13 @@ class Feeds:
         there = [name for name in self._store.list("datasets") if _DATASET.fullmatch(name)]
         cancelled = {name.removesuffix(".json") for name in self._store.list("cancelled")}
         self._ready_s = {name: since for name, since in self._ready_s.items() if name in there}
+        self._damaged.intersection_update(there)
         states = []
         for dataset in there:
-            if now_s - self._ready_s.get(dataset, -_READY_S) < _READY_S:
-                state: str | None = "ready"
+            if dataset in self._damaged:
+                state: str | None = "failed"
+            elif now_s - self._ready_s.get(dataset, -_READY_S) < _READY_S:
+                state = "ready"
             else:
                 state = self._state(dataset)
                 if state == "ready":

@@ -162,10 +162,7 @@ class ShardFiles:
         except StoreError as error:
             if not error.is_lasting:
                 raise
-            found = error.__cause__.strerror if isinstance(error.__cause__, OSError) else "an error"
-            raise ShardMissing(
-                f"{key}: a file that this user may read is required, found: {found}"
-            ) from error
+            raise ShardMissing(f"{key}: {error.shown}") from error
 
 
 def _fill(descriptor: int, key: str, offset: int, buffer: memoryview, filled: int, flags: int) -> None:

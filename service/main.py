@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from packer.runners import InlineRunner, Runner
-from packer.store import StoreError, is_url, open_store
+from packer.store import NoSpaceLeft, StoreError, is_url, open_store
 from service import logs
 from service.app import create_app, warm_up
 from service.settings import Settings, SettingsError
@@ -72,12 +72,13 @@ def serve(settings: Settings) -> int:
 
 
 def check_store(settings: Settings) -> None:
-    """Raise SettingsError for a folder that can never be this service's store.
+    """Raise SettingsError for a folder that can never be this service's store, or an object store's cache.
 
     What may yet come does not keep it from starting: an object store, room on a disk, the folder of a
     replica that only serves. /readyz tells of those.
     """
     if is_url(settings.store):
+        _check_cache(settings.store)
         return
     required = "PADFREE_STORE (--store): a folder that this user may " + (
         "write" if settings.packing else "read"
@@ -93,6 +94,16 @@ def check_store(settings: Settings) -> None:
             log.warning("the store cannot be written now: %s", error)
     elif os.path.lexists(root) and not (root.is_dir() and os.access(root, os.R_OK | os.X_OK)):
         raise SettingsError(f"{required} is required, found {root}; name another")
+
+
+def _check_cache(url: str) -> None:
+    """Raise SettingsError where copies of the store's objects cannot be kept."""
+    try:
+        open_store(url).stage("work").close()
+    except NoSpaceLeft as error:
+        log.warning("%s", error)
+    except StoreError as error:
+        raise SettingsError(f"PADFREE_STORE (--store) {url}: {error}") from error
 
 
 def server_for(app: FastAPI, settings: Settings) -> uvicorn.Server:

@@ -161,10 +161,10 @@ def no_space(detail: str) -> Problem:
 
 def store_unusable() -> Problem:
     detail = (
-        "the store must be a folder that the service may read and write, with nothing but padfree's own in "
-        "it; found is one where it may not, or a file in a folder's place, which does not pass by itself: "
-        "whoever runs the service must put that right, or start it with another store (--store, "
-        "PADFREE_STORE); its log names the file"
+        "the store must be a folder or a bucket that the service may read and write, with nothing but "
+        "padfree's own in it; found is one where it may not, or a file in a folder's place, which does not "
+        "pass by itself: whoever runs the service must put that right, or start it with another store "
+        "(--store, PADFREE_STORE); its log names the file"
     )
     return Problem("store-unusable", 500, "The store cannot be used", detail)
 
@@ -193,7 +193,8 @@ def read_only() -> Problem:
 
 
 def from_store_error(error: OSError) -> Problem:
-    """A store that cannot be read or written, as an answer that names no path of this machine."""
+    """A store that cannot be read or written, as an answer without a path of this machine; logged with it."""
+    log.error("the store failed: %s", error)
     if isinstance(error, NoSpaceLeft):
         return no_space("no space is left in the store: make room there and send the request again")
     if isinstance(error, StoreError) and error.is_lasting:
@@ -208,7 +209,6 @@ async def _problem(_: Request, error: Exception) -> Response:
 
 async def _store_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, OSError)
-    log.error("the store failed: %s", error)
     return from_store_error(error).response()
 
 

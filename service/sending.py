@@ -1,7 +1,7 @@
 """Answers of many bytes: sent in chunks, at the reader's pace, and cut off when they cannot go on.
 
 An answer that is cut off has no end (no last chunk, too few bytes for its Content-Length), so that no
-client takes it for complete.
+client takes it for complete. Whoever asks again is told why.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.problems import Problem
 from service.state import Service
 from service.wire import Wire, wire_of
 
 log = logging.getLogger("padfree.service")
 
 
-class CutOff(Exception):
-    """The answer cannot go on; the connection is closed without an end. The text says why."""
-
-
 class ChunkedResponse(Response):
-    """Sends the chunks of an iterator.
+    """Sends the chunks of an iterator, which raises a Problem where it cannot go on.
 
-    The first chunk is asked for before the status is sent: what that raises is answered like any error.
+    The first chunk is asked for before the status is sent: a Problem until then is the answer, and cuts it
+    off afterwards.
     end: follows the last chunk of an answer that is complete, and leaves with its end in one piece.
     `on_end(how)` hears "complete", "disconnected", "cut" or "refused".
     """
@@ -51,6 +49,7 @@ class ChunkedResponse(Response):
             del self.headers["content-length"]
         self._service, self._chunks, self._kind, self._what = service, chunks, kind, what
         self._end, self._on_end = end, on_end or (lambda how: None)
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         how = "disconnected"
@@ -66,12 +65,11 @@ class ChunkedResponse(Response):
             elif not gone.done():
                 how = "cut"
                 log.info("%s is cut off: the service stops", self._what)
-        except CutOff as error:
-            how = "cut"
+        except Exception as error:
+            how = "cut" if self._started else "refused"
+            if not self._started or not isinstance(error, Problem):
+                raise
             log.warning("%s is cut off: %s", self._what, error)
-        except Exception:
-            how = "refused"
-            raise
         finally:
             for task in tasks:
                 task.cancel()
@@ -79,14 +77,12 @@ class ChunkedResponse(Response):
             self._on_end(how)
 
     async def _send(self, send: Send, wire: Wire | None) -> None:
-        started = False
         waited = self._service.metrics.wait_seconds.labels("reader")
         served = self._service.metrics.served_bytes.labels(self._kind)
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                if not started:
-                    await send(self._start())
-                    started = True
+                if not self._started:
+                    await self._start(send)
                 if len(chunk) == 0:
                     continue
                 since = time.perf_counter()
@@ -100,13 +96,14 @@ class ChunkedResponse(Response):
                 # turn would come, and a reader that has gone would be sent all that is left.
                 if wire is None or not wire.must_wait:
                     await asyncio.sleep(0)
-        if not started:
-            await send(self._start())
+        if not self._started:
+            await self._start(send)
         served.inc(len(self._end))  # before: whoever has all of it may ask what was counted
         await send({"type": "http.response.body", "body": self._end, "more_body": False})
 
-    def _start(self) -> dict[str, object]:
-        return {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -19,7 +19,7 @@ from service.feeds import Feed, Snapshot
 from service.files import ShardFiles, ShardMissing
 from service.ranges import Unsatisfiable, is_unchanged, may_send_range, parse_range
 from service.schemas import ShardPage
-from service.sending import ChunkedResponse, CutOff
+from service.sending import ChunkedResponse
 from service.state import Service, service_of
 
 MEDIA_TYPE = "application/vnd.apache.arrow.file"
@@ -115,9 +115,7 @@ async def get_shard(
     try:
         size = await service.in_thread(_size_of_whole, service.files, one)
     except ShardMissing as error:
-        problem = await (await service.feeds.get(dataset)).damage(str(error))
-        service.feeds.drop(dataset)
-        raise problem from error
+        raise await _damage(service, dataset, error) from error
     if size != one.num_bytes:
         raise problems.damaged(dataset, f"shard {index} has {size} bytes instead of {one.num_bytes}")
     wanted = None
@@ -135,7 +133,7 @@ async def get_shard(
         return Response(headers=headers, media_type=MEDIA_TYPE)
     return ChunkedResponse(
         service,
-        _bytes(service, one, start, stop),
+        _bytes(service, dataset, one, start, stop),
         kind="shard",
         what=f"shard {index} of {dataset}",
         status_code=206 if wanted else 200,
@@ -164,7 +162,17 @@ async def _find(service: Service, dataset: str, index: str) -> Shard:
     return snapshot.shards[int(index)]
 
 
-async def _bytes(service: Service, one: Shard, start: int, stop: int) -> AsyncIterator[memoryview]:
+async def _damage(service: Service, dataset: str, error: ShardMissing) -> problems.Problem:
+    """What to answer where a shard is not what the manifest says."""
+    problem = await (await service.feeds.get(dataset)).damage(str(error))
+    service.feeds.drop(dataset)
+    return problem
+
+
+async def _bytes(
+    service: Service, dataset: str, one: Shard, start: int, stop: int
+) -> AsyncIterator[memoryview]:
+    """The bytes of a range. Raises Problems."""
     read = functools.partial(service.files.read_into, sha256=one.sha256)
     try:
         while start < stop:
@@ -173,5 +181,7 @@ async def _bytes(service: Service, one: Shard, start: int, stop: int) -> AsyncIt
             await service.in_thread(read, one.key, start, buffer)
             yield buffer
             start += size
+    except ShardMissing as error:
+        raise await _damage(service, dataset, error) from error
     except OSError as error:
-        raise CutOff(str(error)) from error
+        raise problems.from_store_error(error) from error

@@ -23,9 +23,8 @@ from service.epochs import EpochOrder
 from service.feeds import Feed, Snapshot
 from service.files import ShardMissing, WouldBlock
 from service.plan import ChunkReader, StreamRequest, deal, epoch_order
-from service.problems import Problem
 from service.queries import PlainQueries
-from service.sending import ChunkedResponse, CutOff
+from service.sending import ChunkedResponse
 from service.state import Service, service_of
 
 MEDIA_TYPE = "application/vnd.apache.arrow.stream"
@@ -177,7 +176,7 @@ class _Stream:
         return self._wanted.dataset, self._wanted.rank, max(0, self._ready - self._sent)
 
     async def chunks(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
-        """The bytes of the stream, but for its end. Raises CutOff once it has begun, a Problem before."""
+        """The bytes of the stream, but for its end. Raises Problems."""
         head = shard.schema_message(self._wanted.dataset)
         try:
             async for part in self._parts(snapshot):
@@ -187,16 +186,11 @@ class _Stream:
         except (ShardMissing, ValueError) as error:  # ShardError is one
             problem = await self._feed.damage(str(error))
             self._service.feeds.drop(self._wanted.dataset)
-            raise self._stopped(problem, head) from error
+            raise problem from error
         except OSError as error:
-            raise self._stopped(problems.from_store_error(error), head) from error
-        except Problem as error:
-            raise self._stopped(error, head) from error
+            raise problems.from_store_error(error) from error
         if head:  # of no steps
             yield head
-
-    def _stopped(self, problem: Problem, head: bytes) -> Exception:
-        return problem if head else CutOff(problem.detail)
 
     async def _parts(self, snapshot: Snapshot) -> AsyncIterator[bytes | memoryview]:
         """Chunks of messages; b"" before each wait for packs."""

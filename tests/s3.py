@@ -44,7 +44,9 @@ class _Handler(BaseHTTPRequestHandler):
         options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
         body = self._body()
         self.calls.append(f"{self.command} {key}")
-        if self.command in self.refused:
+        if self.command in self.refused or any(
+            key.startswith(f"{one}/") or key == one for one in self.refused
+        ):
             self._error(403, "AccessDenied")
         elif bucket not in {key.split("/")[0] for key in self.objects}:
             self._error(404, "NoSuchBucket")
@@ -180,7 +182,7 @@ def s3_server(
     """Serve `objects` (may change while it runs); yields the endpoint's url.
 
     A bucket is there as soon as an object is, for which the key "" will do ("bucket/"). `calls` gets each
-    call as "METHOD bucket/key"; methods in `refused` are answered with 403.
+    call as "METHOD bucket/key"; methods in `refused`, and calls for "bucket/key" or what is below, get 403.
     """
     about = {"objects": objects, "parts": {}}
     about |= {"calls": [] if calls is None else calls, "refused": set() if refused is None else refused}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-_LASTING = frozenset(
-    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP}
-)
+_REFUSED = frozenset({errno.EACCES, errno.EPERM})
+_LASTING = _REFUSED | {errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP}
 
 
 class StoreError(OSError):
@@ -23,6 +23,12 @@ class StoreError(OSError):
     def is_lasting(self) -> bool:
         """Whether it stays so until someone changes the store's folder or its rights."""
         return self.errno in _LASTING
+
+    @property
+    def shown(self) -> str:
+        """A lasting one at reading a file, as whoever asks for it is told: without the place."""
+        advice = "; where that is all, let it be read" if self.errno in _REFUSED else ""
+        return f"a file that this user may read is required, found: {os.strerror(self.errno or 0)}{advice}"
 
 
 class NoSpaceLeft(StoreError):

@@ -92,8 +92,12 @@ class Cache:
     def _created(self) -> tuple[Path, BinaryIO]:
         for _ in range(_TRIES):
             path = self.temporary()
-            with contextlib.suppress(FileNotFoundError):  # the folder was removed since it was made
+            try:
                 return path, open(path, "w+b")  # handed out
+            except FileNotFoundError:  # the folder was removed since it was made
+                continue
+            except OSError as error:
+                raise self.unusable(error) from error
         raise StoreError(
             f"the cache folder {self.folder} is removed as soon as it is made; leave it alone, or set "
             "PADFREE_CACHE_DIR to another"
@@ -104,10 +108,7 @@ class Cache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(
-                error.errno,
-                f"cannot use the cache folder {self.folder}: {error.strerror}; set PADFREE_CACHE_DIR",
-            ) from error
+            raise self.unusable(error) from error
         if not self._swept:
             self._swept = True
             before_s = time.time() - _STALE_S
@@ -122,9 +123,27 @@ class Cache:
             file = open(self.folder / entry, "rb", buffering=0)  # noqa: SIM115  # handed out
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise self.unusable(error) from error
         with contextlib.suppress(OSError):
             os.utime(file.fileno())  # when it was used last
         return file
+
+    def unusable(self, error: OSError) -> StoreError:
+        """Of this machine's folder, never of the object: nobody is to take that for damaged."""
+        if error.errno == errno.ENOSPC:
+            return self._no_space()
+        return StoreError(
+            f"cannot use the cache folder {self.folder}: {error.strerror}; set PADFREE_CACHE_DIR to one that "
+            "this user may write"
+        )
+
+    def _no_space(self) -> NoSpaceLeft:
+        return NoSpaceLeft(
+            errno.ENOSPC,
+            f"no space left in the cache folder {self.folder}: make room, or set PADFREE_CACHE_DIR to a "
+            "larger disk; then post the dataset again",
+        )
 
     @contextlib.contextmanager
     def _alone(self, entry: str) -> Iterator[None]:
@@ -148,18 +167,18 @@ class Cache:
                 if error.errno != errno.ENOSPC:
                     raise
                 if has_made_room:
-                    raise NoSpaceLeft(
-                        errno.ENOSPC,
-                        f"no space left in the cache folder {self.folder}: make room, or set "
-                        "PADFREE_CACHE_DIR to a larger disk; then post the dataset again",
-                    ) from error
+                    raise self._no_space() from error
             self._make_room(None)
             file.seek(0)
             file.truncate()
 
     def _keep(self, path: Path, entry: str) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody cleaned the folder: there is no copy, then
+        try:
             os.replace(path, self.folder / entry)
+        except FileNotFoundError:  # somebody cleaned the folder: there is no copy, then
+            pass
+        except OSError as error:
+            raise self.unusable(error) from error
         self._make_room(self.max_bytes, spared=entry)
 
     def _make_room(self, limit_bytes: int | None, *, spared: str = "") -> None:

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO, cast
 
 from pyarrow import fs
 
-from packer.store.base import StoreError, not_written, parts_of
+from packer.store.base import StoreError, parts_of
 from packer.store.cache import Cache
 from packer.store.leases import Leases
 from packer.store.local import mapped
-from packer.store.remote import advice, content_tag, filesystem
+from packer.store.remote import advice, content_tag, filesystem, is_refused
 
 _DEFAULT_CACHE_BYTES = 16 << 30
 _PIECE_BYTES = 8 << 20  # of an object, fetched with one call
@@ -253,7 +253,8 @@ class ObjectStore:
         except OSError as error:
             if error.errno == errno.ENOSPC:  # of the cache, which knows what to say
                 raise
-            raise StoreError(f"cannot {verb} {where} ({error}); {advice(error)}") from error
+            number = errno.EACCES if is_refused(error) else None
+            raise StoreError(number, f"cannot {verb} {where} ({error}); {advice(error)}") from error
 
 
 class RemoteStaged:
@@ -265,20 +266,20 @@ class RemoteStaged:
         try:
             self._file = open(self.path, "wb", buffering=_READ_BUFFER_BYTES)  # noqa: SIM115  # see close
         except OSError as error:
-            raise not_written(error, self.path) from error
+            raise self._store.cache.unusable(error) from error
 
     def write(self, data: bytes | memoryview, /) -> None:
         try:
             self._file.write(data)
         except OSError as error:
-            raise not_written(error, self.path) from error
+            raise self._store.cache.unusable(error) from error
 
     def flush(self) -> None:
         """All that was written can be read at `path`."""
         try:
             self._file.flush()
         except OSError as error:
-            raise not_written(error, self.path) from error
+            raise self._store.cache.unusable(error) from error
 
     def publish(self, key: str, *, durable: bool = True) -> None:
         self.flush()

@@ -7,6 +7,7 @@ whoever names an object cannot send our credentials elsewhere.
 
 from __future__ import annotations
 
+import errno
 import functools
 from typing import Any
 
@@ -32,12 +33,13 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
+_REFUSED = ("ACCESS_DENIED", "AccessDenied")
+
 _ADVICE = (
     (("NO_SUCH_BUCKET", "NoSuchBucket"), "there is no such bucket: make it, or correct the url"),
     (
         (
-            "ACCESS_DENIED",
-            "AccessDenied",
+            *_REFUSED,
             "InvalidAccessKeyId",
             "SIGNATURE",
             "Signature",
@@ -57,3 +59,11 @@ def advice(error: BaseException) -> str:
     text = str(error)
     found = (told for marks, told in _ADVICE if any(mark in text for mark in marks))
     return next(found, "check the url, the credentials and the endpoint")
+
+
+def is_refused(error: OSError) -> bool:
+    """Whether an object store says that we may not do this: that stays so until someone allows it.
+
+    Google's errors have a number, those of S3 a text. What has run out (ExpiredToken) is renewed by itself.
+    """
+    return error.errno == errno.EACCES or any(mark in str(error) for mark in _REFUSED)

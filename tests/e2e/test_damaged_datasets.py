@@ -108,8 +108,7 @@ def test_a_damaged_file_fails_its_dataset_alone(
         assert server.stream(good).status == server.get(f"/v1/datasets/{good}/shards/0").status == 200
         metrics = server.get("/metrics")
         assert metrics.status == 200
-        if not name.startswith(("commits", "plan", "failed")):  # what tells the state
-            assert b'padfree_datasets{state="failed"} 1.0' in metrics.body
+        assert b'padfree_datasets{state="failed"} 1.0' in metrics.body
         assert server.get("/readyz").json["ready"]
         assert server.get("/").status == 200
         for place in (["--url", server.url], ["--store", str(tmp_path)]):
@@ -209,6 +208,8 @@ def test_a_store_that_stumbles_over_one_dataset_shows_the_others(
         views = {view["id"]: view for view in server.get("/v1/datasets").json["datasets"]}
         assert {one: view["state"] for one, view in views.items()} == {good: "ready", bad: "failed"}
         assert "ask again" in views[bad]["error"]["detail"]
-        assert server.get(f"/v1/datasets/{bad}").status == 503
+        for path in ("", "/events", "/shards/0", "/stream"):
+            answer = server.get(f"/v1/datasets/{bad}{path}")
+            assert (answer.status, answer.json["type"]) == (503, "urn:padfree:problem:transient"), path
         bad = "datasets"  # of the whole store
         assert server.get("/v1/datasets").status == 503

@@ -25,6 +25,8 @@ from packer.coordinator import Busy, pack
 from packer.manifest import dataset_key, lock_key
 from packer.runners import InlineRunner
 from packer.store import LockLost, open_store
+from service.main import check_store
+from service.settings import Settings, SettingsError
 from trainer_client import PackedStream, StreamTimeout
 
 STORE = "s3://bucket/store"
@@ -36,14 +38,15 @@ class Remote:
     url: str
     objects: Objects
     calls: list[str]
+    refused: set[str]
 
 
 @pytest.fixture
 def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
     monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "cache"))
-    objects, calls = {"bucket/": b""}, list[str]()
-    with s3_server(objects, calls=calls) as url, use(url, monkeypatch):
-        yield Remote(url, objects, calls)
+    objects, calls, refused = {"bucket/": b""}, list[str](), set[str]()
+    with s3_server(objects, calls=calls, refused=refused) as url, use(url, monkeypatch):
+        yield Remote(url, objects, calls, refused)
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -302,6 +305,51 @@ def test_a_store_that_is_away_makes_a_replica_unready(remote: Remote, tmp_path: 
         answer = server.get("/readyz")
         assert answer.status == 503
         assert answer.json["checks"]["store"].endswith("s3://nowhere/store")
+
+
+@pytest.mark.parametrize("name", ["spec.json", "finished.json", "commits/000000.arrow", "commits", ""])
+def test_a_dataset_that_may_not_be_read_is_told_alike_everywhere(
+    name: str, remote: Remote, tmp_path: Path
+) -> None:
+    """One object, or all of a dataset, that the store refuses us: the others are listed and served."""
+    good, bad = (
+        pack_document(STORE, document(tmp_path, ".jsonl", shuffle_seed=seed)).job.dataset for seed in (1, 2)
+    )
+    remote.refused.add(f"bucket/store/{dataset_key(bad, name)}")
+    with running(STORE, runner=InlineRunner(), data_roots=(tmp_path,)) as server:
+        views = {view["id"]: view for view in server.get("/v1/datasets").json["datasets"]}
+        assert {one: view["state"] for one, view in views.items()} == {good: "ready", bad: "failed"}
+        assert server.get(f"/v1/datasets/{bad}").json == views[bad]
+        said = views[bad]["error"]["detail"]
+        assert "Permission denied; where that is all, let it be read" in said
+        assert f"--remove {bad}" in said
+        if name != "spec.json":  # of no weight to what is packed
+            answer = server.stream(bad)
+            assert (answer.status, answer.json["type"]) == (409, "urn:padfree:problem:dataset-failed")
+            assert "let it be read" in answer.json["detail"]
+        assert b"event: failed" in server.get(f"/v1/datasets/{bad}/events").body
+        assert server.stream(good).status == 200
+        counted = server.get("/metrics").body
+        assert b'padfree_datasets{state="failed"} 1.0' in counted
+        assert b'padfree_datasets{state="ready"} 1.0' in counted
+        remote.refused.clear()
+        assert server.get(f"/v1/datasets/{bad}").json["state"] == "ready"
+        assert server.stream(bad).status == 200
+
+
+def test_a_cache_that_cannot_be_written_is_no_damage_of_the_dataset(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = pack_document(STORE, document(tmp_path, ".jsonl")).job.dataset
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "file/cache"))
+    with pytest.raises(SettingsError, match="PADFREE_CACHE_DIR"):
+        check_store(Settings.from_environment({}, store=STORE))
+    with running(STORE) as server:
+        for answer in (server.stream(dataset), server.get(f"/v1/datasets/{dataset}/shards/0")):
+            assert (answer.status, answer.json["type"]) == (503, "urn:padfree:problem:transient")
+        assert "set PADFREE_CACHE_DIR" in caplog.text
+        assert str(tmp_path) not in answer.body.decode()
 
 
 def test_a_packer_that_lost_its_lock_stops_and_changes_nothing(
