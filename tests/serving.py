@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -92,7 +93,7 @@ class Server:
     def stream(self, dataset: str, **query: Any) -> Answer:
         return self.get(f"/v1/datasets/{dataset}/stream?{urllib.parse.urlencode(query)}")
 
-    def wait_for_state(self, dataset: str, *states: str, timeout_s: float = 60) -> dict[str, Any]:
+    def wait_for_state(self, dataset: str, *states: str, timeout_s: float = 120) -> dict[str, Any]:
         def view() -> dict[str, Any] | None:
             found = self.get(f"/v1/datasets/{dataset}").json
             return found if found.get("state") in states else None
@@ -100,8 +101,8 @@ class Server:
         return wait_for(view, timeout_s=timeout_s)
 
 
-def wait_for(found: Callable[[], Any], *, timeout_s: float = 30) -> Any:
-    """What `found()` returns, once that is true."""
+def wait_for(found: Callable[[], Any], *, timeout_s: float = 120) -> Any:
+    """What `found()` returns, once that is true. The limit is for what never comes, on a slow machine too."""
     until = time.monotonic() + timeout_s
     while not (value := found()):
         if time.monotonic() > until:
@@ -127,7 +128,7 @@ def running(
         yield Server(port=listener.getsockname()[1], service=app.state.padfree)
     finally:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -167,8 +168,12 @@ def _answers(server: Server) -> bool:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """A port for a process to come. It is none of those that the system gives to outgoing connections, or to
+    whoever asks for any, nor of Ray's workers: so nobody takes it until then."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

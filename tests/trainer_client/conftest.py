@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_service import FakeService
 
-from trainer_client import PackedBatch
+from trainer_client import PackedBatch, reader
 
 
 @pytest.fixture(params=["folder", "http"])
@@ -25,6 +25,13 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def service(tmp_path: Path) -> Iterator[FakeService]:
     with FakeService(tmp_path) as service:
         yield service
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault is followed by the next try at once. (How long is waited is tested in test_reader.py.)"""
+    monkeypatch.setattr(reader, "_FIRST_DELAY_S", 0.005)
+    monkeypatch.setitem(reader.Retry.__init__.__kwdefaults__, "delay_s", 0.005)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from packs import (
     random_packs,
     start_dataset,
 )
+from reading_ahead import once_awaited
 from serving import running
 from torch.utils.data import DataLoader
 
@@ -179,10 +180,8 @@ def test_a_step_that_is_not_packed_yet_is_left_out_too(source: str, tmp_path: Pa
         commit_partition(tmp_path, dataset, 1, packs[2:], packs_per_shard=2, steps=[2, 3, 3, 4])
         finish_dataset(tmp_path, dataset, 2, packs)
 
-    timer = threading.Timer(0.3, go_on)
-    timer.start()
-    assert ids(batches) == [[2], [5]]
-    timer.join()
+    with once_awaited(stream, go_on):
+        assert ids(batches) == [[2], [5]]
 
 
 def test_skipping_bears_a_service_that_is_away_as_reading_does(service: FakeService, tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ def test_a_slow_packer_is_waited_for_in_a_folder(tmp_path: Path) -> None:
     def pack() -> None:
         with store.lock(lock_key(dataset)):
             packing.set()
-            commit.wait(1.0)  # longer than the stream's timeout
+            commit.wait(0.6)  # longer than the stream's timeout
             commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
             finish_dataset(tmp_path, dataset, 1, packs)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from packs import build_dataset, numbered_packs
+from reading_ahead import until_full
 
 import trainer_client.adapters  # noqa: F401  # torch is imported before calls are counted
 from packer.shard import Pack
@@ -92,10 +92,7 @@ def test_f50_the_next_epoch_lies_ready_before_the_present_one_is_over(source: st
     for epoch in range(2):
         for step in range(18):
             assert (next(batches).step, epoch) == (step, epoch)
-        buffer = stream._prefetcher()._buffer
-        while len(buffer._items) < 4:  # until the buffer is full
-            time.sleep(0.005)
-        ready = [(batch.epoch, batch.step) for batch, _ in buffer._items]
+        ready = [(batch.epoch, batch.step) for batch in until_full(stream)]
         assert ready == [(epoch, 18), (epoch, 19), (epoch + 1, 0), (epoch + 1, 1)]
         next(batches), next(batches)
     assert len(list(batches)) == 20
@@ -109,6 +106,7 @@ def test_batches_that_were_let_go_are_gone(source: str, tmp_path: Path) -> None:
         return sum(type(one) is PackedBatch for one in gc.get_objects())
 
     gc.collect()
+    gc.freeze()  # what there is already is looked at no more: it takes long
     gc.disable()
     try:
         before, most = num_alive(), 0
@@ -120,4 +118,5 @@ def test_batches_that_were_let_go_are_gone(source: str, tmp_path: Path) -> None:
         assert num_alive() == before
     finally:
         gc.enable()
+        gc.unfreeze()
     assert most <= 4 + 2  # ready, the loop's, and the one that is being made

@@ -17,11 +17,15 @@ from typing import Any
 import pytest
 from fake_service import FakeService, Fault
 from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
+from reading_ahead import readers, until
 
 from packer.manifest import Manifest, remove_dataset
 from packer.shard import schema_message
 from packer.store import LocalStore
 from trainer_client import DataDamaged, PackedStream, StreamRefused, StreamTimeout, UnknownDataset
+from trainer_client.portion import Portion
+
+pytestmark = pytest.mark.usefixtures("soon")
 
 
 def taken(stream: Any) -> list[int]:
@@ -59,16 +63,21 @@ def test_a_fault_loses_and_doubles_nothing(tmp_path: Path, dataset: str, fault: 
         # Twice in a row, and once in the second epoch.
         service.faults = [FAULTS[fault], FAULTS[fault], replace(FAULTS[fault], epoch=1)]
         undisturbed = PackedStream(tmp_path, dataset=dataset, epochs=2, packs_per_step=2)
-        stream = PackedStream(service.url, dataset=dataset, epochs=2, packs_per_step=2, timeout_s=3)
+        timeout_s = 3 if "silent" in fault else 60  # a tenth of it is how long a silence is borne
+        stream = PackedStream(service.url, dataset=dataset, epochs=2, packs_per_step=2, timeout_s=timeout_s)
         batches = list(stream)
         assert [b.example_ids.tolist() for b in batches] == [b.example_ids.tolist() for b in undisturbed]
         assert [b.step for b in batches] == 2 * list(range(10))
         # No request asks for a step that is there already.
         starts = [(int(q["epoch"]), int(q["start"])) for q in service.requests]
         assert starts == sorted(starts)
-        if fault != "slow":
-            # After a silence the next answer is of one step, which ends before the second fault.
-            assert stream.stats().num_retries == (2 if fault == "silent" else 3)
+        num_retries = stream.stats().num_retries
+        if "silent" in fault:
+            # After a silence the next answer is of one step, which ends before the second fault. More are
+            # silent on a machine that stands still for so long.
+            assert num_retries >= (2 if fault == "silent" else 3)
+        else:
+            assert num_retries == (0 if fault == "slow" else 3)
 
 
 def within_the_second_pack(root: Path, dataset: str) -> int:
@@ -93,6 +102,7 @@ def test_f39_cut_off_for_ever_ends_with_what_was_tried(tmp_path: Path, dataset: 
         service.faults = [Fault(cut_after=at)]
         service.always = Fault(cut_after=at // 2)
         stream = PackedStream(service.url, dataset=dataset, timeout_s=0.5)
+        stream._transport._portion = Portion()  # no silence on a slow machine is taken for a fault
         with pytest.raises(StreamTimeout) as caught:
             collect(stream, seen)
     assert seen == [0]
@@ -235,17 +245,17 @@ def test_silence_while_packing_is_no_fault(tmp_path: Path) -> None:
     dataset = start_dataset(tmp_path, identity="slow")
     commit_partition(tmp_path, dataset, 0, packs[:2], packs_per_shard=3)
     with FakeService(tmp_path) as service:
-        stream = PackedStream(service.url, dataset=dataset, timeout_s=0.6)
-        timer = threading.Timer(1.5, _finish, (tmp_path, dataset, packs))
-        timer.start()
+        stream = PackedStream(service.url, dataset=dataset, timeout_s=1)
+
+        def finish() -> None:
+            until(lambda: len(service.requests) > 5)  # each after a silence of a quarter of a second
+            commit_partition(tmp_path, dataset, 1, packs[2:], packs_per_shard=3)
+            finish_dataset(tmp_path, dataset, 2, packs)
+
+        packing = threading.Thread(target=finish)
+        packing.start()
         assert taken(stream) == [0, 1, 2, 3]
-        timer.join()
-        assert len(service.requests) > 1
-
-
-def _finish(root: Path, dataset: str, packs: list) -> None:
-    commit_partition(root, dataset, 1, packs[2:], packs_per_shard=3)
-    finish_dataset(root, dataset, 2, packs)
+        packing.join()
 
 
 def test_what_will_not_get_better_is_not_tried_again(tmp_path: Path, dataset: str) -> None:
@@ -310,7 +320,7 @@ ENDINGS = {
 def test_a_process_ends_however_its_loop_ends(source: str, tmp_path: Path, dataset: str, ending: str) -> None:
     body, status = ENDINGS[ending]
     done = subprocess.run(
-        program(source, dataset, body), capture_output=True, text=True, timeout=60, check=False
+        program(source, dataset, body), capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == status, done.stderr
     wanted = "in the loop" if ending == "error" else ""
@@ -319,19 +329,18 @@ def test_a_process_ends_however_its_loop_ends(source: str, tmp_path: Path, datas
 
 
 def test_a_reader_that_waits_for_a_silent_server_is_woken(tmp_path: Path, dataset: str) -> None:
+    others = readers()
     with FakeService(tmp_path) as service:
         service.always = Fault(stall_after=3000, stall_s=120)
         stream = PackedStream(service.url, dataset=dataset)
         next(iter(stream))
         stream.close()
-        # It would have waited for the silence of 60 s.
-        assert not [t for t in threading.enumerate() if t.name == "padfree-reader"]
+        assert readers() <= others  # it would have waited for the silence of 60 s
 
 
 def test_f37_killed_clients_leave_nothing_that_stops_the_next(
     source: str, tmp_path: Path, dataset: str
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
     body = (
         "for i, batch in enumerate(stream):\n"
         "    print(i, flush=True)\n"
@@ -345,12 +354,13 @@ def test_f37_killed_clients_leave_nothing_that_stops_the_next(
         for client in clients:
             assert client.stdout is not None
             assert [client.stdout.readline() for _ in range(3)] == ["0\n", "1\n", "2\n"]
+            # Nothing of it lies in memory that outlives it.
+            assert "/dev/shm/" not in Path(f"/proc/{client.pid}/maps").read_text()
         for client in clients:
             os.kill(client.pid, signal.SIGKILL)
             client.wait()
             client.stdout.close()
     assert taken(PackedStream(source, dataset=dataset)) == list(range(20))
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 def test_a_killed_client_goes_on_from_its_last_saved_state(source: str, tmp_path: Path, dataset: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from packs import (
     random_packs,
     start_dataset,
 )
+from reading_ahead import once_awaited
 from serving import running
 from torch.utils.data import DataLoader
 
@@ -196,16 +196,13 @@ def test_the_stream_follows_packing(source: str, tmp_path: Path) -> None:
     packs = numbered_packs(9)
     dataset = start_dataset(tmp_path, identity="grows", packing=PackingSpec(strategy="step", step_size=4))
     stream = PackedStream(source, dataset=dataset, world_size=2, rank=1, epochs=2, shuffle_seed=SEED)
-    timer = threading.Timer(
-        0.2,
-        commit_partition,
-        (tmp_path, dataset, 0, packs[:4]),
-        {"packs_per_shard": 2, "steps": [0, 0, 0, 1]},
-    )
-    timer.start()
+
+    def commit_first() -> None:
+        commit_partition(tmp_path, dataset, 0, packs[:4], packs_per_shard=2, steps=[0, 0, 0, 1])
+
     batches = iter(stream)
-    first = [next(batches) for _ in range(3)]
-    timer.join()
+    with once_awaited(stream, commit_first):
+        first = [next(batches) for _ in range(3)]
     assert [batch.example_ids.tolist() for batch in first] == [[1], [-1], [-1]]
     assert [batch.step_done for batch in first] == [False, True, True]
     assert [batch.state["packs"] for batch in first] == [2, 3, 4]

@@ -7,7 +7,6 @@ import json
 import pickle
 import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from packs import (
     start_dataset,
 )
 from prometheus_client.parser import text_string_to_metric_families
+from reading_ahead import once_awaited, until_full
 
 from trainer_client import (
     DatasetFailed,
@@ -140,17 +140,14 @@ def test_f25_also_where_the_size_is_known_only_later(source: str, tmp_path: Path
     packs = numbered_packs(3)
     dataset = start_dataset(tmp_path, identity="growing")
     stream = PackedStream(source, dataset=dataset, packs_per_step=101)
-    timer = threading.Timer(0.3, _commit_all, (tmp_path, dataset, packs))
-    timer.start()
-    with pytest.raises(DatasetTooSmall) as caught:
+
+    def commit_all() -> None:
+        commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=2)
+        finish_dataset(tmp_path, dataset, 1, packs)
+
+    with once_awaited(stream, commit_all), pytest.raises(DatasetTooSmall) as caught:
         next(iter(stream))
     assert caught.value.num_packs == 3
-    timer.join()
-
-
-def _commit_all(root: Path, dataset: str, packs: list) -> None:
-    commit_partition(root, dataset, 0, packs, packs_per_shard=2)
-    finish_dataset(root, dataset, 1, packs)
 
 
 def test_f27_all_ranks_take_the_same_number_of_steps(source: str, tmp_path: Path) -> None:
@@ -254,9 +251,7 @@ def test_f32_what_was_fetched_but_not_taken_is_not_lost(source: str, tmp_path: P
     stream = PackedStream(source, dataset=dataset, prefetch_steps=4)
     iterator = iter(stream)
     assert [next(iterator).example_ids[0] for _ in range(2)] == [0, 1]
-    buffer = stream._prefetcher()._buffer
-    while len(buffer._items) < 4:  # until the buffer is full
-        threading.Event().wait(0.01)
+    assert len(until_full(stream)) == 4
     state = stream.state_dict()
     assert state["packs"] == 2
     program = (
@@ -266,7 +261,7 @@ def test_f32_what_was_fetched_but_not_taken_is_not_lost(source: str, tmp_path: P
     )
     out = subprocess.run(
         [sys.executable, "-c", program, source, json.dumps(state)],
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert json.loads(out.stdout) == list(range(2, 12))
 
@@ -307,10 +302,8 @@ def test_an_end_found_out_while_waiting_makes_no_empty_iteration(source: str, tm
     commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=3)
     stream = PackedStream(source, dataset=dataset, epochs=2)
     assert take(stream, 4) == [0, 1, 2, 3]
-    timer = threading.Timer(0.3, finish_dataset, (tmp_path, dataset, 1, packs))
-    timer.start()
-    assert sorted(taken(stream)) == [0, 1, 2, 3]
-    timer.join()
+    with once_awaited(stream, lambda: finish_dataset(tmp_path, dataset, 1, packs)):
+        assert sorted(taken(stream)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
@@ -524,12 +517,11 @@ def test_while_packing_a_step_is_waited_for_and_not_filled_up(source: str, tmp_p
     packs = numbered_packs(5)
     dataset = start_dataset(tmp_path, identity="growing")
     commit_partition(tmp_path, dataset, 0, packs[:3], packs_per_shard=3)
-    batches = iter(PackedStream(source, dataset=dataset, world_size=2, rank=1, tail="pad"))
+    stream = PackedStream(source, dataset=dataset, world_size=2, rank=1, tail="pad")
+    batches = iter(stream)
     assert next(batches).example_ids[0] == 1
-    timer = threading.Timer(0.3, commit_partition, (tmp_path, dataset, 1, packs[3:]), {"packs_per_shard": 3})
-    timer.start()
-    assert next(batches).example_ids[0] == 3
-    timer.join()
+    with once_awaited(stream, lambda: commit_partition(tmp_path, dataset, 1, packs[3:], packs_per_shard=3)):
+        assert next(batches).example_ids[0] == 3
     finish_dataset(tmp_path, dataset, 2, packs)
     assert [batch.is_padding for batch in batches] == [True]
 
@@ -665,7 +657,7 @@ def test_the_import_brings_neither_torch_nor_a_web_framework() -> None:
         "heavy = {'torch', 'transformers', 'ray', 'fastapi', 'tokenizers', 'datasets', 'requests'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -689,7 +681,7 @@ def test_without_torch_an_error_says_what_needs_it(tmp_path: Path, use: str, wha
         f"try:\n    {use}\nexcept ImportError as error:\n    print(error)"
     )
     command = [sys.executable, "-c", program, str(tmp_path), dataset]
-    told = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    told = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout
     assert told.startswith(what)
     assert "needs torch, which is not installed" in told
     assert "pip install '.[trainer]' in a checkout of padfree" in told
@@ -705,7 +697,7 @@ def test_reading_brings_no_pandas(tmp_path: Path) -> None:
     )
     with FakeService(tmp_path) as service:
         for source in (str(tmp_path), service.url):
-            subprocess.run([sys.executable, "-c", program, source, dataset], check=True, timeout=60)
+            subprocess.run([sys.executable, "-c", program, source, dataset], check=True, timeout=120)
 
 
 def test_stats_add_up(source: str, tmp_path: Path) -> None:
@@ -739,19 +731,6 @@ def test_every_figure_is_told_to_prometheus_in_its_form() -> None:
     }
 
 
-def held(stream: PackedStream, num_taken: int) -> list[Any]:
-    """What lies ready once nothing more is read, behind the first batches of an iteration."""
-    batches = iter(stream)
-    for _ in range(num_taken):
-        next(batches)
-    buffer, before = stream._prefetcher()._buffer, -1
-    while not buffer._items or before != (before := len(buffer._items)):
-        threading.Event().wait(0.1)
-    found = [batch for batch, _ in buffer._items]
-    stream.close()
-    return found
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"micro_batches": 4}, {"device": "cpu"}, {"packs_per_step": 2, "tail": "pad"}]
 )
@@ -762,10 +741,13 @@ def test_reading_ahead_keeps_to_its_bytes(source: str, tmp_path: Path, options: 
     assert of_one >= 5000
     for bound, num_held in [(0, 1), (1, 1), (of_one, 1), (3 * of_one, 3), (1 << 30, 6)]:
         for num_taken in (1, 3):
-            stream = PackedStream(
+            with PackedStream(
                 source, dataset=dataset, prefetch_steps=6, prefetch_bytes=bound, report_s=None, **options
-            )
-            assert len(held(stream, num_taken)) == num_held
+            ) as stream:
+                batches = iter(stream)
+                for _ in range(num_taken):
+                    next(batches)
+                assert len(until_full(stream)) == num_held
 
 
 def test_of_a_mixture_each_stream_keeps_to_its_own_bytes(source: str, tmp_path: Path) -> None:
@@ -780,12 +762,7 @@ def test_of_a_mixture_each_stream_keeps_to_its_own_bytes(source: str, tmp_path: 
     with MixedStream(streams, weights=[1, 1], batches_per_step=2) as mixed:
         batches = iter(mixed)
         next(batches)
-        for stream, num_held in zip(streams, (3, 2), strict=True):
-            buffer = stream._prefetcher()._buffer
-            while len(buffer._items) < num_held:
-                threading.Event().wait(0.01)
-            threading.Event().wait(0.1)
-            assert len(buffer._items) == num_held
+        assert [len(until_full(stream)) for stream in streams] == [3, 2]
 
 
 def test_the_token_is_sent_and_never_shown(tmp_path: Path) -> None:
