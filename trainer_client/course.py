@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from packer.order import StepDeal, step_order
 from packer.shard import Pack
-from trainer_client.cursor import Cursor, Split
+from trainer_client.cursor import Cursor, Split, Term, count_of, fillers_in, from_state, term_from
 from trainer_client.errors import DatasetTooSmall, StateMismatch
+from trainer_client.options import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,13 +104,35 @@ def skips_from(documents: Any) -> tuple[Skip, ...]:
     for document in documents:
         try:
             unit = "packs" if "packs" in document else "optimizer_steps"
-            start, stop = (int(end) for end in document[unit])
-            skips.append(Skip(epoch=int(document["epoch"]), unit=unit, start=start, stop=stop))
-        except (KeyError, OverflowError, TypeError, ValueError) as error:
+            start, stop = (count_of(unit, end) for end in document[unit])
+            epoch = count_of("epoch", document["epoch"])
+            skips.append(Skip(epoch=epoch, unit=unit, start=start, stop=stop))
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f'skip: as in {{"epoch": 0, "packs": [0, 8]}}, or with "optimizer_steps", found {document}'
+                'skip of the state: each as in {"epoch": 0, "packs": [0, 8]}, or with "optimizer_steps", is '
+                f"required, found {document!r:.80}"
             ) from error
     return tuple(skips)
+
+
+class Standing(NamedTuple):
+    """What a state says of where a stream stands and how far it goes."""
+
+    cursor: Cursor
+    skips: tuple[Skip, ...]
+    term: Term
+    num_fillers: int  # that the state may count as packs
+
+
+def standing_in(
+    state: Mapping[str, Any], split: Split, dataset: str, *, epochs: int | None, layout: Layout
+) -> Standing:
+    """What `state` says to a stream of `epochs`, all of it checked. Raises ValueError, StateMismatch."""
+    cursor = from_state(state, split, dataset, marks_steps=layout.step_sizes is not None)
+    skips, term = skips_from(state.get("skip", ())), term_from(state, epochs)
+    num_fillers = fillers_in(state)
+    require_place(cursor.packs, num_fillers, layout, dataset)
+    return Standing(cursor, skips, term, num_fillers)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -261,7 +284,8 @@ class Course:
 
         Raises ValueError for steps that were taken already.
         """
-        numbers, first, epoch = sorted(set(steps)), self.first_optimizer_step, self.start.epoch
+        numbers = sorted({whole("skip", step) for step in steps})  # of numpy's too, which are no JSON
+        first, epoch = self.first_optimizer_step, self.start.epoch
         if epoch < at.epoch or (numbers and numbers[0] < first):
             raise ValueError(
                 f"skip: steps from {first} of epoch {at.epoch} on are required, which are not taken yet, "

@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 from packer import order
 from trainer_client.errors import StateMismatch
+from trainer_client.options import whole
 
 STATE_VERSION = 1
+_MOST = 1 << 62  # no state counts as far
 Tail = Literal["drop", "pad"]
 Balance = Literal["none", "attention"]
 
@@ -130,7 +132,7 @@ def term_from(state: Mapping[str, Any], epochs: int | None) -> Term:
     until = state.get("until_epoch")
     if epochs is None or until is None or state.get("epochs") != epochs:
         return Term(epochs=epochs, until=epochs)
-    return Term(epochs=epochs, until=max(epochs, _count("until_epoch", until)))
+    return Term(epochs=epochs, until=max(epochs, count_in(state, "until_epoch")))
 
 
 def to_state(
@@ -227,7 +229,8 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_st
             found=state["shuffle_seed"],
             hint="packs would be lost or doubled: open the stream with the seed of the state",
         )
-    cursor = Cursor(**{name: _count(name, state.get(name, 0)) for name in Cursor._fields})
+    cursor = Cursor(**{name: count_in(state, name) for name in Cursor._fields})
+    factors = _factors_in(state, split)
     if cursor.micro_step and state.get("balance", "none") != split.balance:
         raise StateMismatch(
             "balance",
@@ -236,17 +239,17 @@ def from_state(state: Mapping[str, Any], split: Split, dataset: str, *, marks_st
             hint="it was saved within an optimiser step, whose packs have another order then: open the "
             "stream with the balance of the state",
         )
-    if cursor.micro_step and not marks_steps and max(split.micro_batches, state.get("micro_batches", 1)) > 1:
-        _require_same_step({**split.factors, "tail": split.tail}, _factors_in(state, split))
+    if cursor.micro_step and not marks_steps and max(split.micro_batches, factors["micro_batches"]) > 1:
+        _require_same_step({**split.factors, "tail": split.tail}, factors)
     return cursor
 
 
 def _factors_in(state: Mapping[str, Any], split: Split) -> dict[str, Any]:
     """Of a state, what Split.factors is of a split, and the tail; the split's own where it does not say."""
-    names = ("world_size", "packs_per_step", "micro_batches", "tail")
-    found = {name: state.get(name, getattr(split, name)) for name in names}
-    found["packs_per_step"] //= max(1, found["micro_batches"])
-    return found
+    names = ("world_size", "packs_per_step", "micro_batches")
+    found = {name: count_in(state, name, getattr(split, name), least=1) for name in names}
+    found["packs_per_step"] //= found["micro_batches"]
+    return {**found, "tail": state.get("tail", split.tail)}
 
 
 def _require_same_step(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -264,11 +267,18 @@ def fillers_in(state: Mapping[str, Any]) -> int:
     """How many of a state's packs may be fillers: those of one step."""
     if state.get("tail") != "pad":
         return 0
-    sizes = (_count(name, state.get(name, 1)) for name in ("world_size", "packs_per_step"))
+    sizes = (count_in(state, name, 1) for name in ("world_size", "packs_per_step"))
     return math.prod(sizes) - 1
 
 
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name} of the state must be a whole number of 0 or more, found {value!r}")
-    return value
+def count_in(state: Mapping[str, Any], name: str, default: int = 0, *, least: int = 0) -> int:
+    """A whole number of a state, the default where it is left out. Raises ValueError."""
+    return count_of(f"{name} of the state", state.get(name, default), least=least)
+
+
+def count_of(what: str, value: Any, *, least: int = 0) -> int:
+    """`value` as such a number. Raises ValueError that names `what`."""
+    found = whole(what, value, least=least)
+    if found > _MOST:
+        raise ValueError(f"{what}: at most {_MOST} is required, found {found}")
+    return found

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from trainer_client.batch import PackedBatch
+from trainer_client.cursor import count_of
 from trainer_client.errors import StateMismatch
 from trainer_client.needs import needs_torch
 from trainer_client.reader import Lane
@@ -136,14 +137,13 @@ class PackedDataset(IterableDataset):
         return {**self._began, "lane": {**self._began["lane"], "num_given": self._num_given}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises StateMismatch as PackedStream does, and where a worker's
-        state is loaded with another number of workers."""
-        lane = state.get("lane") if isinstance(state, Mapping) else None  # which the stream refuses
-        self._is_under_way = False
-        if lane is None:
-            self._began, self._num_given = None, 0
+        """Go on where `state` was taken. Raises StateMismatch and ValueError as PackedStream does, and
+        StateMismatch where a worker's state is loaded with another number of workers."""
+        if not isinstance(state, Mapping) or "lane" not in state:
             self._stream.load_state_dict(state)
+            self._began, self._num_given, self._is_under_way = None, 0, False
             return
+        lane = _lane_in(state["lane"])
         info = get_worker_info()
         here = (info.id, info.num_workers) if info is not None else (0, 0)
         if here != (lane["worker"], lane["num_workers"]):
@@ -155,12 +155,22 @@ class PackedDataset(IterableDataset):
             )
         self._stream.load_state_dict({name: value for name, value in state.items() if name != "lane"})
         self._began = {**state, "lane": {"worker": here[0], "num_workers": here[1]}}
-        self._num_given = int(lane["num_given"])
+        self._num_given, self._is_under_way = lane["num_given"], False
 
     @property
     def stream(self) -> PackedStream:
         """The stream underneath (for its stats)."""
         return self._stream
+
+
+def _lane_in(found: Any) -> dict[str, int]:
+    """Which worker's state it is and how many batches that gave. Raises ValueError."""
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"lane of the state: worker, num_workers, num_given are required, found {found!r:.80}"
+        )
+    names = ("worker", "num_workers", "num_given")
+    return {name: count_of(f"{name} in the lane of the state", found.get(name)) for name in names}
 
 
 def _require_loader_options(options: Mapping[str, Any]) -> None:

@@ -102,6 +102,11 @@ class StateMismatch(ClientError, ValueError):
         hint = f"{reason}; {self.hint}" if reason else self.hint
         return StateMismatch(self.what, wanted=self.wanted, found=self.found, hint=hint)
 
+    def of_source(self, name: str) -> StateMismatch:
+        """The same error, of one stream of a mixture."""
+        what = f"{self.what} of source {name!r}"
+        return StateMismatch(what, wanted=self.wanted, found=self.found, hint=self.hint)
+
 
 class StreamRefused(ClientError):
     """The service answered that this request is wrong (401, 403, 404, 422, …), or none can be at this url: no

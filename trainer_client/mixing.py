@@ -12,22 +12,30 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from trainer_client import mixture
 from trainer_client.batch import PackedBatch, join
+from trainer_client.course import Standing
 from trainer_client.errors import StateMismatch
 from trainer_client.options import whole
+from trainer_client.prefetch import Meter, StreamStats, Watch
 from trainer_client.stream import PackedStream
 
 log = logging.getLogger(__name__)
 
-STATE_VERSION = 1
 Until = Literal["first_exhausted", "all_exhausted"]
 Weights = Sequence[float] | Mapping[str, float]
+
+
+# Of the streams' figures, those of which a mixture's is the sum, or the mean a batch.
+_SUMMED = ("num_bytes", "put_wait_s", "num_retries")
+_MEANS = ("mean_occupancy", "idle_share_before", "idle_share_after")
 
 
 class _Saved(NamedTuple):
@@ -87,6 +95,7 @@ class MixedStream:
         self._weights = {0: self._checked(weights)}
         for step, changed in (schedule or {}).items():
             self.change_weights(changed, at_step=step)
+        self._meter = Meter()
         self._start_over()
 
     def _start_over(self) -> None:
@@ -97,6 +106,7 @@ class MixedStream:
         self._exhausted = [False] * len(self.streams)  # who came to its end in this iteration
         self._over = False  # whether an iteration came to its end since the last state was loaded
         self._states: list[dict[str, Any]] = []
+        self._drawn_since: dict[str, Any] | None = None  # the state before the batch that is being drawn
         self._iteration = 0
 
     # -------------------------------------------------------------- weights
@@ -136,19 +146,17 @@ class MixedStream:
         return self._batches([iter(one) for one in self.streams], self._iteration)
 
     def _batches(self, iterators: list[Iterator[PackedBatch]], iteration: int) -> Iterator[PackedBatch]:
-        is_empty = True
+        watch, is_empty = Watch(self._meter), True
         while True:
-            drawn: list[tuple[int, PackedBatch]] = []
-            before = self._state()
-            try:
-                while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
-                    drawn.append(one)
-            except BaseException:
-                if drawn:  # in no batch yet: who goes on behind this error must get them
-                    self.load_state_dict(before)
-                raise
-            if drawn:
-                yield self._mixed(drawn)
+            asked_at = time.monotonic()
+            drawn = self._drawn(iterators)
+            batch = self._mixed(drawn) if drawn else None
+            self._drawn_since = None
+            if batch is not None:
+                watch.got(asked_at)
+                self._meter.num_batches += 1
+                self._meter.num_tokens += len(batch.input_ids)
+                yield batch
             if iteration != self._iteration:
                 raise RuntimeError("this iteration of the stream is over; iterate over the stream again")
             if not drawn and is_empty:
@@ -158,6 +166,20 @@ class MixedStream:
                 self._over = True  # not while it was drawn: who breaks off at the last one is not at the end
                 return
 
+    def _drawn(self, iterators: list[Iterator[PackedBatch]]) -> list[tuple[int, PackedBatch]]:
+        """The batches of a step, fewer where the iteration ends within it."""
+        drawn: list[tuple[int, PackedBatch]] = []
+        before = self._drawn_since = self._state()
+        try:
+            while len(drawn) < self._batches_per_step and (one := self._draw(iterators)) is not None:
+                drawn.append(one)
+        except BaseException:
+            if drawn:  # in no batch yet: who goes on behind this error must get them
+                self.load_state_dict(before)
+            self._drawn_since = None
+            raise
+        return drawn
+
     def _draw(self, iterators: list[Iterator[PackedBatch]]) -> tuple[int, PackedBatch] | None:
         """The next batch, of the source whose turn it is; None at the end of the iteration."""
         while True:
@@ -166,6 +188,7 @@ class MixedStream:
             if batch is not None:
                 return source, self._counted(source, batch)
             self._exhausted[source] = True
+            self._leave_at_its_end(source)
             if self._until == "first_exhausted" or all(self._ended()):
                 return None
             self._go_on(source)
@@ -176,6 +199,12 @@ class MixedStream:
         stream = self.streams[source]
         stream.set_epoch(stream.epoch)
         self._states[source] = stream.state_dict()
+
+    def _leave_at_its_end(self, source: int) -> None:
+        """Whether it goes on, and when, `_go_on` says alone: it must not where it is iterated anew. While
+        packing runs its last batch does not know of the end."""
+        self.streams[source]._ended = False
+        self._states[source] = self.streams[source].state_dict()
 
     def _is_over(self, source: int) -> bool:
         """Whether the source has come to its end, by its state: so a resumed run knows it too."""
@@ -229,21 +258,36 @@ class MixedStream:
         later = [self._weights_now(), *(w for first, w in self._weights.items() if first > self._step)]
         return [done or not any(w[i] for w in later) for i, done in enumerate(self._exhausted)]
 
-    # -------------------------------------------------------------- state
+    # -------------------------------------------------------------- what was read
+
+    def stats(self) -> StreamStats:
+        """As PackedStream's: batches, tokens and the loop's waits are the mixture's; bytes, retries and the
+        readers' waits those of all its streams, occupancy and idle shares their mean a batch. Each one's own:
+        `streams[0].stats()`."""
+        each = [one.stats() for one in self.streams]
+        drawn = max(1, sum(one.num_batches for one in each))
+        sums = {name: sum(getattr(one, name) for one in each) for name in _SUMMED}
+        means = {name: sum(getattr(one, name) * one.num_batches for one in each) / drawn for name in _MEANS}
+        return replace(self._meter.stats(), **sums, **means)
 
     def num_items(self) -> dict[str, int]:
         """Trained tokens of each source so far, over all ranks."""
         return dict(zip(self.names, self._tokens, strict=True))
 
+    # -------------------------------------------------------------- state
+
     def state_dict(self) -> dict[str, Any]:
-        """A small JSON document: where the training loop stands, in all sources. Exact after any step."""
+        """A small JSON document: where the training loop stands, in all sources. Exact after any step, and
+        where a signal's handler asks while the loop waits for the next one."""
+        if self._drawn_since is not None:
+            return {**copy.deepcopy(self._drawn_since), "weights": self._state()["weights"]}
         self._states = [one.state_dict() for one in self.streams]
         return self._state()
 
     def _state(self) -> dict[str, Any]:
         return {
-            "version": STATE_VERSION,
-            "mixed": list(self.names),
+            "version": mixture.STATE_VERSION,
+            **self._settings(),
             "step": self._step,
             "loop_step": self._loop_step,
             "turn": self._turn,
@@ -251,38 +295,44 @@ class MixedStream:
             "tokens": list(self._tokens),
             "exhausted": list(self._exhausted),
             "weights": {str(first): list(weights) for first, weights in sorted(self._weights.items())},
-            "batches_per_step": self._batches_per_step,
-            "until": self._until,
             "sources": list(self._states),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, by its weights and schedule, on any world size.
-
-        Raises StateMismatch for a state of other sources or of another way to end, and as PackedStream does.
-        """
-        _require_state(state)
-        found = {name: state[name] for name in ("mixed", "batches_per_step", "until")}
-        mine = {
+    def _settings(self) -> dict[str, Any]:
+        """What a state must have been saved with."""
+        return {
             "mixed": list(self.names),
             "batches_per_step": self._batches_per_step,
             "until": self._until,
         }
-        for name, value in mine.items():
-            if found[name] != value:
-                what = "sources" if name == "mixed" else name
-                hint = "the order of batches would be another: open it as the state says"
-                raise StateMismatch(what, wanted=value, found=found[name], hint=hint)
-        for one, of_one in zip(self.streams, state["sources"], strict=True):
-            one.load_state_dict(of_one)
-        weights = {int(first): list(of_step) for first, of_step in state["weights"].items()}
+
+    @staticmethod
+    def _place_in(name: str, stream: PackedStream, state: Mapping[str, Any]) -> Standing:
+        """Where a source stands by its part of a state. Raises as load_state_dict does, and names it."""
+        try:
+            return stream._place_in(state)
+        except StateMismatch as error:
+            raise error.of_source(name) from error
+        except ValueError as error:
+            raise ValueError(f"source {name!r} of the state: {error}") from error
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, by its weights and schedule, on any world size.
+
+        Raises StateMismatch for a state of other sources or of another way to end, and as PackedStream does,
+        with the source's name; the mixture stands where it stood then.
+        """
+        weights = mixture.require_state(state, self._settings(), self._checked)
+        places = list(map(self._place_in, self.names, self.streams, state["sources"]))
+        for one, place in zip(self.streams, places, strict=True):
+            one._stand(place)
         if weights != self._weights:
             log.warning("weights and schedule are those of the state, not those the stream was made with")
         self._weights = weights
         self._step, self._loop_step, self._turn = state["step"], state["loop_step"], state["turn"]
         self._passes, self._tokens = list(state["passes"]), list(state["tokens"])
         self._exhausted, self._over = list(state["exhausted"]), False
-        self._states = list(state["sources"])
+        self._states, self._drawn_since = list(state["sources"]), None
         self._iteration += 1
 
     def close(self) -> None:
@@ -312,18 +362,3 @@ def _require_streams(streams: Mapping[str, PackedStream] | Sequence[PackedStream
                     f"streams: each must be a stream of its own, found one for both {other!r} and {name!r}; "
                     "open the dataset once for each"
                 )
-
-
-def _require_state(state: Mapping[str, Any]) -> None:
-    """Raise ValueError unless it is a mixture's state."""
-    if isinstance(state, Mapping) and "mixed" in state and state.get("version") == STATE_VERSION:
-        return
-    if not isinstance(state, Mapping):
-        found = type(state).__name__
-    elif "mixed" in state:
-        found = f"version {state.get('version')!r}"
-    elif "dataset" in state:
-        found = f"that of a PackedStream of dataset {state['dataset']}; load it into such a stream"
-    else:
-        found = f"one with {', '.join(map(str, list(state)[:8])) or 'nothing in it'}"
-    raise ValueError(f"a MixedStream's state of version {STATE_VERSION} is required, found {found}")

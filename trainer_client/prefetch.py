@@ -89,6 +89,28 @@ class Meter:
         )
 
 
+class Watch:
+    """Measures how long the loop waits for the batches of one iteration, from asking to having."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self.left_at = float("-inf")  # when the loop got its last batch
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loop got a batch."""
+        return self.left_at > float("-inf")
+
+    def got(self, asked_at: float) -> None:
+        now, meter = time.monotonic(), self._meter
+        if self.has_begun:
+            meter.get_wait_s += now - asked_at
+            meter.elapsed_s += now - self.left_at
+        else:
+            meter.first_batch_s += now - asked_at
+        self.left_at = now
+
+
 class _Buffer(Generic[T]):
     """A source, and what was read of it ahead: bounded in items and in bytes. One item always fits.
 
@@ -116,8 +138,7 @@ class _Buffer(Generic[T]):
         self._ended = False
         self._error: BaseException | None = None
         self._is_closed = False
-        self._first: float | None = None
-        self._left_at = float("-inf")  # when the loop got its last item
+        self._watch = Watch(meter)
 
     # -------------------------------------------------------------- the reader's thread
 
@@ -149,7 +170,7 @@ class _Buffer(Generic[T]):
     def get(self) -> T:
         """The next item. Raises what the source raised, StopIteration at the end."""
         start, meter = time.monotonic(), self._meter
-        is_hurried = start - self._left_at < _HURRY_S
+        is_hurried = start - self._watch.left_at < _HURRY_S
         with self._lock:
             occupancy = len(self._items)
             is_mine = not occupancy and self._wants_turn(start, is_hurried)
@@ -159,7 +180,8 @@ class _Buffer(Generic[T]):
         meter.waiting_since = None
         if entry is None:
             raise self._end()
-        self._measure(start, occupancy)
+        self._watch.got(start)
+        meter.occupancy += occupancy
         meter.num_bytes += entry[1]
         return entry[0]
 
@@ -182,7 +204,7 @@ class _Buffer(Generic[T]):
 
     def _wants_turn(self, start: float, is_hurried: bool) -> bool:
         """Take the turn where nothing is ready and the reader is not at it; else wait for what it reads."""
-        self._meter.waiting_since = None if self._first is None else start
+        self._meter.waiting_since = start if self._watch.has_begun else None
         self._rest_until = start + _REST_S if is_hurried else 0.0
         while not (self._items or self._ended or self._is_closed):
             if not self._is_being_read:
@@ -192,17 +214,6 @@ class _Buffer(Generic[T]):
             self._arrived.wait()
             self._is_awaited = False
         return False
-
-    def _measure(self, start: float, occupancy: int) -> None:
-        now, meter = time.monotonic(), self._meter
-        if self._first is None:
-            self._first = now
-            meter.first_batch_s += now - start
-        else:
-            meter.get_wait_s += now - start
-            meter.elapsed_s += now - self._left_at
-        self._left_at = now
-        meter.occupancy += occupancy
 
     # -------------------------------------------------------------- either
 

@@ -15,12 +15,13 @@ from trainer_client.course import (
     Course,
     Layout,
     Skip,
+    Standing,
     normal,
     num_left_over,
     over_epochs,
     require_place,
     require_steps,
-    skips_from,
+    standing_in,
 )
 from trainer_client.cursor import (
     Balance,
@@ -29,10 +30,7 @@ from trainer_client.cursor import (
     Split,
     Tail,
     Term,
-    fillers_in,
-    from_state,
     place_in,
-    term_from,
     to_state,
 )
 from trainer_client.errors import ClientError, Lost, StateMismatch
@@ -259,7 +257,7 @@ class PackedStream:
     def set_epoch(self, epoch: int) -> None:
         """Go on to the start of `epoch`, unless the stream stands in or behind it: never back. It is not
         the end then: iterating gives the epoch also where `epochs` are over."""
-        if self.epoch < epoch:
+        if self.epoch < (epoch := whole("epoch", epoch, least=0)):
             self._cursor = Cursor(epoch=epoch)
             self.close()
         self._term = self._term.with_epoch(epoch)
@@ -312,26 +310,29 @@ class PackedStream:
         return state | (specs.of_state(self._transport.known().spec) or self._told_spec)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, on any world size; what it leaves out is left out here.
+        """Go on where `state` was taken, on any world size; what it leaves out is left out here. Raises
+        StateMismatch for a state of another dataset or shuffle_seed, or from beyond its end, ValueError for
+        what is no state; the stream stands where it stood then."""
+        self._stand(self._place_in(state))
 
-        Raises StateMismatch for a state of another dataset or shuffle_seed, or from beyond its end.
-        """
+    def _place_in(self, state: Mapping[str, Any]) -> Standing:
+        """What `state` says, checked; raises as load_state_dict does."""
         layout = Layout()
         # Where the size cannot be told now, reading tells why.
         with contextlib.suppress(Lost, ClientError):
             layout = self._transport.layout()
         try:
-            cursor = from_state(state, self._split, self.dataset, marks_steps=layout.step_sizes is not None)
+            return standing_in(state, self._split, self.dataset, epochs=self._term.epochs, layout=layout)
         except StateMismatch as error:
             if error.what == "dataset":
                 more: dict[str, Any] = {"token": self._token, "timeout_s": self._timeout_s}
                 other = open_transport(self._source, str(error.found), **more)
                 raise error.because(specs.differences(state, self._transport, other)) from None
             raise
-        skips, term = skips_from(state.get("skip", ())), term_from(state, self._term.epochs)
-        require_place(cursor.packs, fillers_in(state), layout, self.dataset)
-        self._cursor, self._skips, self._term, self._ended = cursor, skips, term, False
-        self._num_fillers = fillers_in(state)
+
+    def _stand(self, at: Standing) -> None:
+        self._cursor, self._skips, self._term, self._num_fillers = at
+        self._ended = False
         self.close()
 
     def skip(self, steps: Iterable[int], *, epoch: int | None = None) -> None:
@@ -345,7 +346,7 @@ class PackedStream:
         """
         layout = ask_layout(self._transport, timeout_s=self._timeout_s, meter=self._meter)
         at = self._normal()
-        epoch = at.epoch if epoch is None else epoch
+        epoch = at.epoch if epoch is None else whole("epoch", epoch, least=0)
         start = at if epoch == at.epoch else Cursor(epoch=epoch)
         self._skips += self._course(start, layout).skips_of(steps, at=at)
         self.close()
