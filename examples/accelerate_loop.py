@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from train_tiny import tiny_model
 
-from trainer_client import PackedBatch, PackedStream
+from trainer_client import PackedBatch, PackedStream, attention
 
 
 def open_stream(accelerator: Accelerator, source: str | Path, dataset: str, **options: Any) -> PackedStream:
@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path)
     args = parser.parse_args()
     accelerator = Accelerator()
-    model = tiny_model(args.vocab_size)
+    model = tiny_model(args.vocab_size).to(accelerator.device)
+    with accelerator.autocast():
+        attention.check(model)  # before it is wrapped: examples do not see each other in it
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     with open_stream(accelerator, args.url, args.dataset) as stream:
         if args.checkpoint and args.checkpoint.exists():

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from train_tiny import tiny_model
 
-from trainer_client import PackedStream
+from trainer_client import PackedStream, attention
 
 
 def distributed(model: torch.nn.Module, *, fsdp: bool) -> torch.nn.Module:
@@ -118,7 +118,9 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    model = distributed(tiny_model(args.vocab_size).to(device), fsdp=args.fsdp)
+    model = tiny_model(args.vocab_size).to(device)
+    attention.check(model)  # before it is wrapped: examples do not see each other in it
+    model = distributed(model, fsdp=args.fsdp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with PackedStream(
         args.url,

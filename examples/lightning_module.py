@@ -18,7 +18,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from train_tiny import tiny_model
 
-from trainer_client import PackedBatch, PackedStream
+from trainer_client import PackedBatch, PackedStream, attention
 
 
 class PackedData(lightning.LightningDataModule):
@@ -121,7 +121,9 @@ def main() -> None:
         default_root_dir=args.checkpoints,
     )
     data = PackedData(source=args.url, dataset=args.dataset)
-    trainer.fit(Module(tiny_model(args.vocab_size)), data, ckpt_path=args.resume)
+    model = tiny_model(args.vocab_size)
+    attention.check(model)  # not every model keeps the examples of a pack apart; this one does
+    trainer.fit(Module(model), data, ckpt_path=args.resume)
 
 
 if __name__ == "__main__":

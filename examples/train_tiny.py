@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--device", help="for example cuda; default: the CPU")
     args = parser.parse_args()
     model = tiny_model(args.vocab_size).to(args.device or "cpu")
+    attention.check(model)  # not every model keeps the examples of a pack apart; this one does
     with PackedStream(args.url, dataset=args.dataset, device=args.device) as stream:
         result = train(stream, model, args.steps)
     print(f"{result.steps} steps, loss {result.first_loss:.3f} -> {result.last_loss:.3f}")

@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
-from trainer_client import PackedBatch, PackedStream
+from trainer_client import PackedBatch, PackedStream, attention
 
 
 class PackedBatches:
@@ -37,7 +37,8 @@ class PackedBatches:
 
     Nothing else touches the batches: no DataLoader, so no sharding by Accelerate on top of the stream's
     own, no collation and no removed columns. num_items_in_batch comes with the batches, counted over all
-    ranks. The stream's state is part of each checkpoint (in trainer_state.json).
+    ranks. The stream's state is part of each checkpoint (in trainer_state.json). A model that does not keep
+    the examples of a batch apart is refused.
     """
 
     def __init__(self, *args: Any, stream: dict[str, Any], **kwargs: Any) -> None:
@@ -47,6 +48,9 @@ class PackedBatches:
             raise ValueError(
                 "average_tokens_across_devices: True is required, losses are of all ranks together"
             )
+        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # there the model may be in parts already
+            with self.compute_loss_context_manager():
+                attention.check(self.model)  # refused, where it would let examples see each other
         options = {"rank": given.process_index, "world_size": given.world_size, "epochs": None, **stream}
         if given.device.type == "cuda":
             options.setdefault("device", given.device)

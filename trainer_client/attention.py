@@ -23,6 +23,8 @@ it would let a NaN of one example reach its neighbours; trainer_client/containme
 All but sdpa need CUDA and half precision. What no kernel can do (an attention mask with zeros, sinks,
 position biases, returned attention weights, a KV cache with a past) is refused by name. Builds may leave
 features out: window, softcap and dropout are tried once on a few tokens before a kernel is trusted with them.
+
+Not every model keeps examples apart by this alone, or at all: check(model) finds out.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ with needs_torch("trainer_client.attention"):
     import torch
 
 from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call, choose, prepare
+from trainer_client.model_check import ExamplesMeet, check
+
+__all__ = ["AttentionRefused", "ExamplesMeet", "attend", "check", "register"]
 
 NAME = "padfree"
 _REFUSED = ("s_aux", "position_bias", "head_mask")
