@@ -9,26 +9,28 @@ wherever the position does not follow on the one before (and at the start of eac
 whether or not the model builds a cache. Kernels, best first; the first that is installed and can do what
 the model asks for is taken, and named once in the log of this module:
 
-    name     needs                                        window  softcap  dropout
-    flash3   flash_attn_interface (FlashAttention 3)      yes     yes      no
-    flash2   flash_attn                                   yes     yes      yes
-    torch    torch.nn.attention.varlen                    yes     no       no
-    flash4   flash_attn.cute (FlashAttention 4)           yes     yes      no
-    sdpa     nothing: a loop of exact causal attention    yes     yes      yes
+    name     needs                                        window  softcap  dropout  sinks
+    flash3   flash_attn_interface (FlashAttention 3)      yes     yes      no       no
+    flash2   flash_attn                                   yes     yes      yes      no
+    torch    torch.nn.attention.varlen                    yes     no       no       no
+    flash4   flash_attn.cute (FlashAttention 4)           yes     yes      no       no
+    sdpa     nothing: a loop of exact causal attention    yes     yes      yes      yes
              per segment, on any device and dtype
 
 flash4 was the fastest on an H200, yet comes late: it is a beta. Ask for it by name: register("flash4"). Alone
 it would let a NaN of one example reach its neighbours; trainer_client/containment.py keeps it where it is.
 
-All but sdpa need CUDA and half precision. What no kernel can do (an attention mask with zeros, sinks,
-position biases, returned attention weights, a KV cache with a past) is refused by name. Builds may leave
-features out: window, softcap and dropout are tried once on a few tokens before a kernel is trusted with them.
+All but sdpa need CUDA and half precision. What no kernel can do (an attention mask with zeros or of the
+model's own, position biases, returned attention weights, a KV cache with a past) is refused by name, and so
+are models that would not use this attention at all. Builds may leave features out: window, softcap and
+dropout are tried once on a few tokens before a kernel is trusted with them.
 
 Not every model keeps examples apart by this alone, or at all: check(model) finds out.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -45,7 +47,7 @@ from trainer_client.model_check import ExamplesMeet, check
 __all__ = ["AttentionRefused", "ExamplesMeet", "attend", "check", "register"]
 
 NAME = "padfree"
-_REFUSED = ("s_aux", "position_bias", "head_mask")
+_REFUSED = ("position_bias", "head_mask")
 
 
 # ------------------------------------------------------------------ register
@@ -90,13 +92,42 @@ def _forward_with(backend: str) -> Callable[..., tuple[torch.Tensor, None]]:
     return padfree_attention
 
 
-def _no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
+def _no_mask(
+    *_: Any,
+    attention_mask: torch.Tensor | None = None,
+    config: object = None,
+    use_vmap: bool = False,
+    **__: Any,
+) -> None:
     """transformers' mask interface: boundaries need no mask, and padding in rows is refused."""
+    if use_vmap:  # how transformers says that a function of the model's own goes into its mask
+        raise AttentionRefused(
+            "the model asks for a mask of its own, beside causal ones and windows, which attention per "
+            "segment does not make; use attn_implementation='sdpa' or 'eager', if "
+            "trainer_client.attention.check(model) then finds that its examples do not meet"
+        )
+    kind: Any = type(config)
+    if not torch.compiler.is_compiling() and not _asks_for_attention(kind):
+        raise AttentionRefused(
+            f"models of {kind.__name__} make attention themselves and would not use this one; use "
+            'another model, or pack with strategy "padded" and train with packs_per_step=1 and '
+            "attn_implementation='eager'"
+        )
     if attention_mask is not None and not bool(attention_mask.all()):
         raise AttentionRefused(
             "attention_mask with zeros (padding) was given; packed batches have none: drop attention_mask, "
             "or use another attn_implementation for padded batches"
         )
+
+
+@functools.cache
+def _asks_for_attention(config: type) -> bool:
+    """Whether models of such a config take attention from transformers' interface; True where unknown."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    model = MODEL_MAPPING.get(config, None)
+    flags = ("_supports_attention_backend", "_supports_sdpa", "_supports_flash_attn")
+    return model is None or any(getattr(model, flag, True) for flag in flags)
 
 
 # ------------------------------------------------------------------ attend
@@ -114,6 +145,7 @@ def attend(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
@@ -125,6 +157,7 @@ def attend(
     _refuse(query, key, attention_mask, kwargs)
     batch, heads, length, _ = query.shape
     bounds = _boundaries(batch, length, query.device, kwargs)
+    bounds = _chunked(module, bounds, batch * length)
     q, k, v = (x.transpose(1, 2).reshape(batch * length, x.shape[1], x.shape[3]) for x in (query, key, value))
     q, k, v = _autocast(q, k, v)
     call = Call(
@@ -139,6 +172,7 @@ def attend(
         else None,
         softcap=softcap or None,
         dropout=dropout,
+        sinks=s_aux,
     )
     if call.window is not None and not call.causal:
         raise AttentionRefused("sliding_window without causal attention")
@@ -151,7 +185,10 @@ def _refuse(
 ) -> None:
     for name in _REFUSED:
         if kwargs.get(name) is not None:
-            raise AttentionRefused(f"{name} is not supported; use attn_implementation='eager' for this model")
+            raise AttentionRefused(
+                f"{name} is not supported; use attn_implementation='eager' for this model, if "
+                "trainer_client.attention.check(model) then finds that its examples do not meet"
+            )
     if kwargs.get("output_attentions"):
         raise AttentionRefused("output_attentions: no kernel gives weights; use attn_implementation='eager'")
     if attention_mask is not None:
@@ -164,6 +201,27 @@ def _refuse(
             f"{query.shape[2]} queries for {key.shape[2]} keys, a KV cache with a past: padfree attention "
             "is for training; generate with model.set_attn_implementation('sdpa')"
         )
+
+
+def _chunked(module: torch.nn.Module, bounds: Boundaries, num_tokens: int) -> Boundaries:
+    """Of a layer of Llama 4, whose tokens see each other in chunks: its mask says so, and no argument.
+
+    Its other layers scale by the place in the row, where it should be the place in the example.
+    """
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if config is None or "chunked_attention" not in kinds:
+        return bounds
+    if kinds[module.layer_idx] == "chunked_attention":
+        return bounds.cut(config.attention_chunk_size)
+    tuned = getattr(module, "attn_temperature_tuning", False)
+    if tuned and num_tokens >= config.floor_scale and bounds.num_segments > 1:
+        raise AttentionRefused(
+            "attn_temperature_tuning counts positions over the whole batch, not in each example: less than "
+            f"floor_scale = {config.floor_scale} tokens are required, found {num_tokens}; pack with a "
+            "smaller max_tokens, or train with fewer packs_per_step"
+        )
+    return bounds
 
 
 _last = threading.local()  # boundaries of the latest forward pass: every layer asks for the same

@@ -7,13 +7,14 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from trainer_client.containment import contained
+from trainer_client.per_segment import per_segment
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class Boundaries:
         self._max_seqlen = max_seqlen
         self._host: list[int] | None = None
         self._segment_of: torch.Tensor | None = None
+        self._cut: dict[int, Boundaries] = {}
 
     @property
     def host(self) -> list[int]:
@@ -54,6 +56,14 @@ class Boundaries:
             self._segment_of = found.clamp(max=self.num_segments - 1)
         return self._segment_of
 
+    def cut(self, size: int) -> Boundaries:
+        """Those of segments that are cut every `size` tokens, each from its own start."""
+        if size not in self._cut:
+            pieces = [list(range(start, end, size)) for start, end in pairwise(self.host)]
+            ends = torch.tensor([*chain.from_iterable(pieces), self.host[-1]], dtype=torch.int32)
+            self._cut[size] = Boundaries(ends.to(self.cu_seqlens.device), min(size, self.max_seqlen))
+        return self._cut[size]
+
     @property
     def num_segments(self) -> int:
         return self.cu_seqlens.shape[0] - 1
@@ -76,6 +86,7 @@ class Call:
     window: int | None  # tokens that a token sees, itself included
     softcap: float | None
     dropout: float
+    sinks: torch.Tensor | None = None  # (heads,): each head's score of a key that has no value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +99,7 @@ class Kernel:
     run: Callable[[Call, Any], torch.Tensor]
     softcap: bool = True
     dropout: bool = True
+    sinks: bool = False
     cuda_half_only: bool = True
     max_dim: int = 256
 
@@ -111,6 +123,10 @@ class Kernel:
             return "it has no softcap"
         if call.dropout and not self.dropout:
             return "it has no dropout"
+        if call.sinks is not None and not self.sinks:
+            return "it has no sinks"
+        if call.sinks is not None and call.softcap is not None:
+            return "it has no sinks with softcap"
         return None
 
 
@@ -205,7 +221,7 @@ def _honours(kernel: Kernel, function: Any, feature: str, call: Call) -> bool:
             if feature == "dropout":  # random: it must only do something
                 return not torch.equal(found, kernel.run(plain, function))
             exact = replace(probe, q=q.float(), k=k.float(), v=v.float())
-            wanted = _per_segment(exact, functional.scaled_dot_product_attention)
+            wanted = per_segment(exact, functional.scaled_dot_product_attention)
     except (RuntimeError, TypeError, AttentionRefused):
         return False
     return torch.allclose(found.float(), wanted, atol=0.1, rtol=0.05)
@@ -292,54 +308,6 @@ def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
     )
 
 
-@torch.compiler.disable  # a graph for each set of boundaries is of no use
-def _per_segment(call: Call, function: Any) -> torch.Tensor:
-    """Each segment alone: exact by construction. Memory O(longest segment squared) at worst."""
-    host = call.bounds.host
-    parts = []
-    for start, end in pairwise(host):
-        if start == end:  # of a static shape
-            continue
-        # (tokens, heads, dim) to (1, heads, tokens, dim)
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (call.q, call.k, call.v))
-        if call.softcap is not None:
-            out = _explicit(q, k, v, call)
-        else:
-            windowed = call.window is not None and end - start > call.window
-            out = function(
-                q,
-                k,
-                v,
-                attn_mask=_band(end - start, call.window, q.device) if windowed else None,
-                dropout_p=call.dropout,
-                is_causal=call.causal and not windowed,
-                scale=call.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        parts.append(out[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where token i sees token j: j <= i, and within the window. (length, length) bool."""
-    ahead = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
-
-
-def _explicit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
-    """Attention written out, for what SDPA does not take (softcap)."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-    scale = call.scale if call.scale is not None else q.shape[-1] ** -0.5
-    scores = q @ k.transpose(-1, -2) * scale
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    if call.causal:
-        scores = scores.masked_fill(~_band(q.shape[2], call.window, q.device), float("-inf"))
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
-    return functional.dropout(weights, call.dropout, training=call.dropout > 0) @ v
-
-
 KERNELS = {
     "flash3": Kernel(
         needs="flash_attn_interface (FlashAttention 3)",
@@ -373,7 +341,8 @@ KERNELS = {
         needs="torch",
         module="torch.nn.functional",
         attribute="scaled_dot_product_attention",
-        run=_per_segment,
+        run=per_segment,
+        sinks=True,
         cuda_half_only=False,
         max_dim=1 << 30,
     ),

@@ -219,7 +219,7 @@ def test_what_is_not_done_is_refused_by_name() -> None:
     with pytest.raises(AttentionRefused, match="KV cache"):
         model(input_ids=kwargs["input_ids"][:, 4:5], cache=past)
     tensors = [torch.zeros(1, 2, 3, 8)] * 3
-    for name in ("s_aux", "position_bias", "output_attentions"):
+    for name in ("position_bias", "output_attentions"):
         with pytest.raises(AttentionRefused, match=name):
             attention.attend(torch.nn.Module(), *tensors, **{name: torch.ones(2)[0]})
 
@@ -279,7 +279,7 @@ def test_a_build_that_leaves_a_feature_out_is_not_trusted_with_it(
             window=None if given["window_size"][0] < 0 else given["window_size"][0] + 1,
             softcap=given["softcap"] or None, dropout=given["dropout_p"],
         )  # fmt: skip
-        return attention_kernels._per_segment(call, torch.nn.functional.scaled_dot_product_attention)
+        return attention_kernels.per_segment(call, torch.nn.functional.scaled_dot_product_attention)
 
     monkeypatch.setitem(KERNELS, "flash2", replace(KERNELS["flash2"], cuda_half_only=False))
     monkeypatch.setitem(attention_kernels._functions, "flash2", fake_flash)
