@@ -158,14 +158,18 @@ def _partitions(
 ) -> list[sources.Partition]:
     """Index every input (one task each) and cut them into partitions."""
     work_key = dataset_key(job.dataset, "work")
-    shuffled, fields = job.spec.shuffle_seed is not None, dict(job.spec.source.fields)
+    options = {
+        "random_access": job.spec.shuffle_seed is not None,
+        "fields": dict(job.spec.source.fields),
+        "watch": job.watch,
+    }
     running: dict[int, int] = {}  # task: input
     indexes: list[sources.FileIndex] = []
     while not window.done:
         _stop_if(cancel)
         for number in window.to_start():
             one, key = job.inputs[number], f"{work_key}/{number}"
-            running[tasks.submit(_index, one, store, key, shuffled, fields)] = number
+            running[tasks.submit(_index, one, store, key, options)] = number
         _require_work(running, window)
         for done in tasks.wait(1.0):
             number = running.pop(done.task)
@@ -182,10 +186,8 @@ def _partitions(
     )
 
 
-def _index(one: Any, store: Store, work_key: str, random_access: bool, fields: dict[str, str]) -> Any:
-    return sources.index_input(
-        one, store=store, work_key=work_key, random_access=random_access, fields=fields
-    )
+def _index(one: Any, store: Store, work_key: str, options: dict[str, Any]) -> Any:
+    return sources.index_input(one, store=store, work_key=work_key, **options)
 
 
 def _window_size(runner: Runner) -> int:

@@ -75,9 +75,15 @@ def measure(job: Job, store: Store) -> Measured:
     """
     if sources.is_packed(job.inputs):
         return _packed(job, store)
-    fields = dict(job.spec.source.fields)
     indexes = [
-        sources.index_input(one, store=store, work_key=f"work/{number}", random_access=False, fields=fields)
+        sources.index_input(
+            one,
+            store=store,
+            work_key=f"work/{number}",
+            random_access=False,
+            fields=dict(job.spec.source.fields),
+            watch=job.watch,
+        )
         for number, one in enumerate(job.inputs)
     ]
     counters, rejected, unlearned = Counters(), Rejected(), Counter[str]()

@@ -112,10 +112,11 @@ def _records(job: Job, store: Store, num_rows: int) -> Iterator[sources.Records]
             work_key=f"work/{number}",
             random_access=False,
             fields=fields,
+            watch=job.watch,
             max_records=num_rows,
         )
         for partition in sources.cut([index], shuffle_seed=None):
-            for records in sources.read_partition(partition, store=store, fields=fields):
+            for records in sources.read_partition(partition, store=store, fields=fields, watch=job.watch):
                 yield dataclasses.replace(
                     records,
                     example_ids=records.example_ids + first,

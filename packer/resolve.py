@@ -63,6 +63,7 @@ def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None, id
         tokenizer_digest=digest,
         ignored=tuple(ignored),
         warnings=renderer.warnings,
+        watch=sources.watch_of(spec.source, spec.loss, fields),
     )
 
 

@@ -86,7 +86,8 @@ def _read(
     ids, masks, lengths, examples = [], [], [], []
     locations: list[Sequence[sources.Location]] = []
     unlearned = Counter[str]()
-    for records in sources.read_partition(partition, store=store, fields=dict(job.spec.source.fields)):
+    fields = dict(job.spec.source.fields)
+    for records in sources.read_partition(partition, store=store, fields=fields, watch=job.watch):
         counters.rows_in += len(records.example_ids) + len(records.errors)
         rejected.extend(records.errors)
         rendered = renderer.render(records.rows)

@@ -31,6 +31,8 @@ _JOINABLE = ("text", "prompt", "completion")  # fields that are texts
 Format = Literal["auto", "text", "prompt_completion", "messages", "tokens"]
 OnBadRow = Literal["fail", "skip"]
 Loss = Literal["auto", "all", "completion", "assistant", "last_assistant"]
+# "masks": what says which tokens are trained, beside the fields in use; "inputs": a second part of a prompt.
+What = Literal["masks", "inputs"]
 Strategy = Literal["best_fit", "sequential", "wrapped", "minibatch", "step", "padded"]
 Overlong = Literal["truncate", "split", "drop", "error"]
 Scope = Literal["window", "global"]
@@ -128,6 +130,9 @@ class Job:
     tokenizer_digest: str
     ignored: tuple[str, ...] = ()  # files of a folder that are no sources, by name
     warnings: tuple[str, ...] = ()  # what a careful colleague would say of the spec, before any work
+    # What the spec left open and the first records settled, so that no later one may hold it: see
+    # packer.sources.watch. No part of the id.
+    watch: tuple[What, ...] = ()
 
 
 # ------------------------------------------------------------------ parse
@@ -389,4 +394,5 @@ def job_from_document(document: Mapping[str, Any]) -> Job:
         tokenizer_digest=document["tokenizer_digest"],
         ignored=tuple(document["ignored"]),
         warnings=tuple(document.get("warnings", ())),
+        watch=tuple(document.get("watch", ())),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import json
 import logging
 import time
 from typing import Any
@@ -72,14 +74,29 @@ def _register(job: Job, store: Store, request_id: str | None) -> bool:
     """Make the dataset known to all replicas. Returns whether there is work to do that nobody had."""
     spec, failed = (dataset_key(job.dataset, name) for name in ("spec.json", "failed.json"))
     stopped = [key for key in (failed, cancelled_key(job.dataset)) if store.exists(key)]
-    if store.exists(spec) and not stopped:
+    is_known = store.exists(spec)
+    if is_known and not stopped:
         return False
+    if is_known:  # and has stopped: what it failed for may be said otherwise now
+        _renew(job, store, spec)
     for key in stopped:  # what is committed stays and is not packed again
         store.delete(key)
     write_origin(store, job.dataset, request_id=request_id)
-    if not store.exists(spec):
+    if not is_known:
         store.put(spec, canonical_json(job_to_document(job)))
     return True
+
+
+def _renew(job: Job, store: Store, spec: str) -> None:
+    """Write down the job as it was asked for now, in all that is no part of the id but the name.
+
+    Its files may lie elsewhere now, and what was left open (`loss`) may be settled. A damaged spec stays: it
+    is told as such.
+    """
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        name = json.loads(store.get(spec))["spec"]["name"]
+        renewed = dataclasses.replace(job, spec=dataclasses.replace(job.spec, name=name))
+        store.put(spec, canonical_json(job_to_document(renewed)))
 
 
 @router.get(

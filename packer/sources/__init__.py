@@ -1,7 +1,7 @@
 """Examples in: files, folders and globs to batches of rows, in an order that only the source decides.
 
     resolve_inputs   paths to input files, identified by content; what was ignored
-    detect_format    which fields of the records are which
+    detect_format    which fields of the records are which; watch_of: what no later record may hold then
     index_input      one pass a file: counts records, finds where reading can begin, spools what cannot seek
     cut              partitions, a pure function of the indexes and the seed
     read_partition   batches of rows in stream order; every record is a row or a RowError
@@ -37,6 +37,7 @@ from packer.sources.values import (
     SourceError,
     Span,
 )
+from packer.sources.watch import watch_of
 
 __all__ = [
     "FileIndex",
@@ -62,4 +63,5 @@ __all__ = [
     "resolve_packed",
     "segment_masks",
     "segment_table",
+    "watch_of",
 ]

@@ -23,6 +23,7 @@ from packer.sources.parse import (
     parse_object,
 )
 from packer.sources.values import MIB, Layout, Locations, Place, Records, RowError
+from packer.sources.watch import Watch
 
 BATCH_RECORDS = 1000
 BATCH_BYTES = 8 * MIB
@@ -39,6 +40,7 @@ class Batcher:
     """
 
     fields: Mapping[str, str]
+    watch: Watch
     max_row_bytes: int
     files: list[Place]
     layouts: list[Layout]
@@ -54,8 +56,8 @@ class Batcher:
     _done: list[Records] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self._pick = FieldPicker(self.fields)
-        self._id_lines = IdLines(self.fields)
+        self._pick = FieldPicker(self.fields, self.watch.check)
+        self._id_lines = IdLines(self.fields, self.watch)
         self._prints_numbers = "messages" in self.fields
 
     # -------------------------------------------------------------- in
@@ -92,7 +94,7 @@ class Batcher:
 
     def add_table(self, places: NDArray[np.int64], batch: pa.RecordBatch) -> None:
         """Records of a table."""
-        ids = table_ids(batch, self.fields)
+        ids = table_ids(batch, self.fields) if self.watch.passes(batch) else None
         if ids is not None:
             self._add_ids(places, ids, batch.nbytes)
             return

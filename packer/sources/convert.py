@@ -20,6 +20,7 @@ from packer.sources.lines import LineIndexer
 from packer.sources.parse import RowFault, fault_line
 from packer.sources.streams import Spool, blocks, open_input, open_stream
 from packer.sources.values import MIB
+from packer.sources.watch import Watch
 from packer.spec import InputFile
 from packer.store import Store
 
@@ -60,11 +61,11 @@ class LineSpool:
         return self._indexer.finish()
 
 
-def table_lines(batches: Iterable[tabular.Rows]) -> Iterator[bytes]:
-    """Rows of a table as lines."""
+def table_lines(batches: Iterable[tabular.Rows], watch: Watch) -> Iterator[bytes]:
+    """Rows of a table as lines, without what was read to be watched alone."""
     for row in chain.from_iterable(batches):
         try:
-            yield fault_line(row) if isinstance(row, RowFault) else tabular.dump(row)
+            yield fault_line(row) if isinstance(row, RowFault) else tabular.dump(watch.checked(row))
         except RowFault as fault:
             yield fault_line(fault)
 

@@ -12,18 +12,27 @@ from packer.sources.lines import BOM, TooLong, read_lines
 from packer.sources.parse import RowFault, fault_line
 from packer.sources.streams import Stream
 from packer.sources.values import MIB, SourceError
+from packer.sources.watch import Watch
 
 # The csv module holds a field as 4 bytes a character, and again when it grows.
 _MAX_FIELD_CHARS = 64 * MIB
+_NOTHING = Watch({})
 
 
-def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_bytes: int) -> Iterator[bytes]:
+def csv_lines(
+    stream: Stream,
+    path: str,
+    *,
+    max_bytes: int,
+    names: frozenset[str] | None = None,
+    watch: Watch = _NOTHING,
+) -> Iterator[bytes]:
     """Each record as a line of JSON, at the line number where it begins in the file.
 
     Lines of the file where no record begins (the header, blank lines, the rest of a value over several
     lines) come as blank lines before a record, so that numbers stay true. `names`: the columns in use;
-    None takes all. Raises SourceError for a header that does not tell its columns apart, and for a quote
-    that is not closed: behind it no record can be told from another.
+    None takes all. `watch`: what no record may hold in others. Raises SourceError for a header that does not
+    tell its columns apart, and for a quote that is not closed: behind it no record can be told from another.
     """
     csv.field_size_limit(
         _MAX_FIELD_CHARS
@@ -39,6 +48,7 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
     if texts.ended:
         raise SourceError(f"{path}: the header row has a quote that is not closed; correct it")
     columns = [(at, name) for at, name in enumerate(header) if names is None or name in names]
+    watched = [(at, name) for at, name in enumerate(header) if watch.may_matter(name)]
     twice = [name for name, count in Counter(name for _, name in columns).items() if count > 1 and name]
     if twice:
         raise SourceError(f"{path}: the header row names column {twice[0]!r} twice; rename one of them")
@@ -53,7 +63,7 @@ def csv_lines(stream: Stream, path: str, *, names: frozenset[str] | None, max_by
             if texts.ended:
                 raise SourceError(f"{path}, line {begins}: a quote is not closed; correct it")
             if row:
-                line = _record(row, columns, len(header))
+                line = _record(row, columns, len(header), watch, watched)
         except csv.Error as error:
             if "limit" in str(error):
                 raise SourceError(
@@ -98,10 +108,19 @@ class _Texts:
         self.ended = True
 
 
-def _record(row: list[str], columns: list[tuple[int, str]], num_columns: int) -> bytes:
+def _record(
+    row: list[str],
+    columns: list[tuple[int, str]],
+    num_columns: int,
+    watch: Watch,
+    watched: list[tuple[int, str]],
+) -> bytes:
     if len(row) != num_columns:
         raise RowFault(f"{len(row)} values for {num_columns} columns")
+    record = {name: row[at] for at, name in columns}
+    if watched:
+        watch.check(record | {name: row[at] for at, name in watched})
     try:
-        return orjson.dumps({name: row[at] for at, name in columns})
+        return orjson.dumps(record)
     except TypeError:
         raise RowFault("not UTF-8") from None

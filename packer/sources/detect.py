@@ -17,11 +17,11 @@ from packer.sources.convert import open_path
 from packer.sources.csvlines import csv_lines
 from packer.sources.jsonvalues import is_json_lines, value_lines
 from packer.sources.lines import BOM, TooLong, read_lines
-from packer.sources.masks import check_masks
 from packer.sources.parse import JOIN, RowFault, find, is_missing, kind, parse_converted, parse_object
 from packer.sources.remote import is_remote
 from packer.sources.streams import Stream, blocks, open_stream
 from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
+from packer.sources.watch import INSTRUCTION_INPUTS, Watch, watch_of
 from packer.spec import Format, InputFile, Loss, SourceSpec
 
 _SAMPLE_RECORDS = 100
@@ -50,9 +50,6 @@ ALIASES = {
     "completion": ("completion", "response", "output", "answer", "solution"),
     "text": ("text", "content"),
 }
-# An instruction's second part, which must not be lost.
-_INSTRUCTION_INPUTS = ("input", "context")
-
 
 Rows = Sequence[Mapping[str, Any]]
 # Whether a field of ours can be the one of that name in the sample.
@@ -71,8 +68,8 @@ def detect_format(
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
     does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
     a later record may have them. Raises SourceError where the records do not say, and where a file of another
-    kind or folder has other fields, unless bad rows are to be skipped. Where `loss` is not settled, records
-    must not have a mask that is not read.
+    kind or folder has other fields, unless bad rows are to be skipped; or where the first records of one hold
+    what is not read and would change what is trained (packer.sources.watch).
     """
     # A text file fits whatever name the other files have for their texts.
     telling = [input for input in inputs if input.reader != "txt"] or inputs
@@ -94,9 +91,9 @@ def detect_format(
     for fits, format in ((fits, format) for fits in tests for format in formats):
         fields = _mapping(format, source.fields, sample, fits)
         if fields is not None:
-            if loss == "auto":
-                for input in _first_of_each(inputs, at_least=1):
-                    check_masks(input.path, rows_of(input), format, fields)
+            watch = Watch(fields, watch_of(source, loss, fields))
+            for input in _first_of_each(inputs, at_least=1) if watch.what else ():
+                _check_all(watch, input.path, rows_of(input))
             if source.on_bad_row == "fail":
                 _check_alike(inputs, name, format, fields, rows_of)
             return format, fields
@@ -113,6 +110,15 @@ def detect_format(
         f"{name}: required {'are the fields' if plural else 'is the field'} {wanted}; "
         f'found {_listed(seen, sample)}; name them, for example fields = {{"text": "body"}}'
     )
+
+
+def _check_all(watch: Watch, path: str, sample: Rows) -> None:
+    """Raise SourceError where a file's first records hold what is not read: it would change nothing."""
+    for record in sample:
+        try:
+            watch.check(record)
+        except RowFault as fault:
+            raise SourceError(f"{path}: {fault}") from fault
 
 
 def _named(format: Format) -> str:
@@ -222,7 +228,7 @@ def _mapping(
             return None
         fields[ours] = theirs
     if fields.get("prompt") == "instruction" and "prompt" not in given:
-        for part in _INSTRUCTION_INPUTS:
+        for part in INSTRUCTION_INPUTS:
             if part not in fields.values() and _looks_like("prompt", part, sample):
                 fields["prompt"] = f"instruction{JOIN}{part}"
                 break
@@ -303,7 +309,7 @@ def _records(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, An
 
 def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any] | RowFault]:
     if input.reader == hubstream.READER:
-        for rows in hubstream.stream_rows(input, None):
+        for rows in hubstream.stream_rows(input):
             yield from rows
         return
     with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
@@ -312,7 +318,7 @@ def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any
         elif input.reader == "txt":
             yield {"text": ""}
         elif input.reader == "csv":
-            yield from _parsed(csv_lines(stream, input.path, names=None, max_bytes=_FIRST_RECORD_BYTES))
+            yield from _parsed(csv_lines(stream, input.path, max_bytes=_FIRST_RECORD_BYTES))
         elif input.reader == "json" and not _has_lines(input, max_unpacked_bytes):
             yield from _parsed(value_lines(stream, input.path, max_bytes=_FIRST_RECORD_BYTES))
         else:
@@ -367,6 +373,6 @@ def _table_sample(input: InputFile, stream: Stream) -> Iterator[dict[str, Any] |
         if input.reader == "parquet":
             batches = tabular.parquet_batches(table, table.schema_arrow.names)
         else:
-            batches = tabular.arrow_batches(table, frozenset(table.schema.names), lambda: None)
+            batches = tabular.arrow_batches(table, table.schema.names, lambda: None)
         for rows in batches:
             yield from rows

@@ -20,8 +20,10 @@ import json
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import pyarrow as pa
 
 from packer.sources import tabular
 from packer.sources.hub import HubName, open_builder, parse_hub, unprepared
@@ -65,16 +67,17 @@ def check_stream(input: InputFile) -> None:
         raise changed(input, "its files, or their versions, are others than when the dataset was posted")
 
 
-def stream_rows(input: InputFile, names: frozenset[str] | None) -> Iterator[tabular.Rows]:
-    """The rows of one file of a split, in order; `names`: the columns in use, None takes all."""
+def stream_rows(
+    input: InputFile, columns_of: Callable[[pa.Schema], list[str]] = lambda schema: schema.names
+) -> Iterator[tabular.Rows]:
+    """The rows of one file of a split, in order; columns_of: the columns to take, all if not given."""
     name, number, num_shards = _parse(input)
     try:
         dataset = _open(name, True)[1].with_format("arrow").shard(num_shards, number)
         # Of a whole Parquet file Arrow's scanner reads ahead until it holds 1 GiB; of a row group no more.
         dataset = dataset.reshard() if hasattr(dataset, "reshard") else dataset
         for table in dataset.iter(batch_size=_BATCH_ROWS):
-            columns = table.column_names if names is None else tabular.columns_in_use(table.schema, names)
-            for batch in table.select(columns).to_batches():
+            for batch in table.select(columns_of(table.schema)).to_batches():
                 yield tabular.rows_of(batch)
     except SourceError:
         raise

@@ -15,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from packer.sources.numbers import NumberParser
+from packer.sources.watch import Watch
 
 Flat = tuple[NDArray[Any], NDArray[np.int64]]  # whole numbers end to end, and how many each row has
 _OPTIONAL = ("labels", "attention_mask")
@@ -80,8 +81,9 @@ def _taken(fields: Mapping[str, str]) -> dict[str, str] | None:
 class IdLines:
     """Reads lines of JSON that hold ready ids, with the fields named as in `fields`."""
 
-    def __init__(self, fields: Mapping[str, str]) -> None:
+    def __init__(self, fields: Mapping[str, str], watch: Watch) -> None:
         self._taken = _taken(fields)
+        self._watch = watch
         self._numbers = NumberParser()
 
     def parse(self, raws: Sequence[Any]) -> IdRows | None:
@@ -99,7 +101,7 @@ class IdLines:
             if at == begun:
                 return None
         (layout, *others) = set(layouts.values())
-        if layout is None or others:
+        if layout is None or others or not self._watch.passes_lists(layout):
             return None
         columns: dict[str, Flat] = {}
         for at, theirs in enumerate(layout):

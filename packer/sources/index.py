@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from packer.sources import hubstream, tabular
 from packer.sources.convert import LineSpool, open_raw, table_lines
@@ -34,7 +35,8 @@ from packer.sources.streams import (
     spool_key,
 )
 from packer.sources.values import MARK, MAX_ROW_BYTES, MAX_UNPACKED_BYTES, MIB, FileIndex, RecordFile, Unit
-from packer.spec import InputFile
+from packer.sources.watch import Watch
+from packer.spec import InputFile, What
 from packer.store import Store
 
 
@@ -47,6 +49,7 @@ class _Task:
     work_key: str
     random_access: bool
     names: frozenset[str]  # that columns in use may have
+    watch: Watch
     max_unpacked_bytes: int
     max_row_bytes: int
     mtime_ns: int
@@ -62,6 +65,15 @@ class _Task:
 
     def key(self, *what: str) -> str:
         return spool_key(self.work_key, self.input, *what)
+
+    @property
+    def use(self) -> list[str]:
+        """What says which columns are read of a table, for a key."""
+        return [*sorted(self.names), *sorted(f"watch {what}" for what in self.watch.what)]
+
+    def columns_of(self, schema: pa.Schema) -> list[str]:
+        """The columns of a table to be spooled, and those that are looked at besides."""
+        return [*tabular.columns_in_use(schema, self.names), *self.watch.columns(schema)]
 
     def file(self, **values: Any) -> RecordFile:
         return RecordFile(input=self.input, mtime_ns=self.mtime_ns, **values)
@@ -85,6 +97,7 @@ def index_input(
     work_key: str,
     random_access: bool,
     fields: Mapping[str, str],
+    watch: Collection[What] = (),
     max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
     max_row_bytes: int = MAX_ROW_BYTES,
     max_records: int | None = None,
@@ -93,7 +106,8 @@ def index_input(
 
     Spools and offsets lie under `work_key`, named by content and use; a repeated call writes the same.
     `random_access` is what a shuffle needs: the place of every record. `fields` (our names: names in
-    the source) says which columns of a table are in use. Memory is bounded whatever the file's size.
+    the source) says which columns of a table are in use, `watch` what no record may hold besides: of a table
+    that is spooled it is looked for here. Memory is bounded whatever the file's size.
     The index is kept there too, and a later call takes it from there, whoever made it (packer.sources.saved).
     `max_records`: an index of the first records alone, and no more of the input is read than they take (of
     compressed tables all, since they must be unpacked).
@@ -107,13 +121,14 @@ def index_input(
         work_key=work_key,
         random_access=random_access,
         names=roots(fields),
+        watch=Watch(fields, watch),
         max_unpacked_bytes=max_unpacked_bytes,
         max_row_bytes=max_row_bytes,
         mtime_ns=_check_identity(input),
         max_records=max_records,
     )
     limits = (str(max_unpacked_bytes), str(max_row_bytes), str(max_records))
-    key = f"{task.key('index', INDEX_VERSION, str(random_access), *limits, *sorted(task.names))}.index"
+    key = f"{task.key('index', INDEX_VERSION, str(random_access), *limits, *task.use)}.index"
     saved = load_index(store, key, input, task.mtime_ns)
     if saved is not None:
         return saved
@@ -205,10 +220,10 @@ def _index_table(task: _Task) -> FileIndex:
                     layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes, row_groups=groups
                 )
                 return FileIndex(file=file, marks=marks)
-            batches = tabular.parquet_batches(table, columns)
+            batches = tabular.parquet_batches(table, task.columns_of(table.schema_arrow))
         else:
-            batches, groups = tabular.arrow_batches(table, task.names, forget), None
-        index = _index_converted(task, table_lines(batches), "row", *sorted(task.names))
+            batches, groups = tabular.arrow_batches(table, task.columns_of(table.schema), forget), None
+        index = _index_converted(task, table_lines(batches, task.watch), "row", *task.use)
         return dataclasses.replace(index, file=dataclasses.replace(index.file, row_groups=groups))
 
 
@@ -223,13 +238,15 @@ def _index_json(task: _Task) -> FileIndex:
 
 def _index_csv(task: _Task) -> FileIndex:
     with task.stream() as stream:
-        lines = csv_lines(stream, task.input.path, names=task.names, max_bytes=task.max_row_bytes)
-        return _index_converted(task, lines, "line", *sorted(task.names))
+        lines = csv_lines(
+            stream, task.input.path, names=task.names, watch=task.watch, max_bytes=task.max_row_bytes
+        )
+        return _index_converted(task, lines, "line", *task.use)
 
 
 def _index_stream(task: _Task) -> FileIndex:
-    rows = hubstream.stream_rows(task.input, task.names)
-    return _index_converted(task, table_lines(rows), "record", *sorted(task.names))
+    rows = hubstream.stream_rows(task.input, task.columns_of)
+    return _index_converted(task, table_lines(rows, task.watch), "record", *task.use)
 
 
 def _index_document(task: _Task) -> FileIndex:

@@ -10,7 +10,6 @@ import numpy as np
 import orjson
 
 from packer.sources.parse import RowFault, find, is_missing
-from packer.sources.values import SourceError
 from packer.spec import Format
 
 # Of other meaning: of attention_mask the rows themselves are checked, the rest says nothing of the loss.
@@ -39,29 +38,22 @@ _MASKED_BY: dict[Format, tuple[str, str]] = {
 }
 
 
-def check_masks(
-    path: str, sample: Sequence[Mapping[str, Any]], format: Format, fields: Mapping[str, str]
-) -> None:
-    """Raise SourceError where records of a file have a mask that is not read: all would be as without it.
-
-    sample: the first records. fields: our names (input_ids, labels, …) to the source's.
-    """
+def mask_reason(found: Sequence[str], format: Format, fields: Mapping[str, str]) -> str:
+    """What to tell of masks that `masks_in` found."""
     if format == "tokens":
-        if found := unread_masks(sample, fields):
-            raise SourceError(
-                f"{path}: the field {fields['labels']!r} is required to say which of the ready ids are "
-                f"trained, found {_listed(found)} instead, which is not read: every token would be trained. "
-                "Make labels of it (the id where it is trained, else -100, unshifted), or leave it out, or "
-                'set loss to "all" (--loss all) to train every token'
-            )
-    elif found := masks_beside(sample, format, fields):
-        how, loss = _MASKED_BY[format]
-        words = " and ".join(theirs for ours, theirs in fields.items() if ours != "tools")
-        raise SourceError(
-            f"{path}: what is trained must be said by {how}; found {_listed(found)} beside {words}, "
-            "which is not read and would change nothing. Say it so, or leave it out, or set loss to "
-            f'"{loss}" (--loss {loss}) to train regardless of it'
+        return (
+            f"the field {fields['labels']!r} is required to say which of the ready ids are "
+            f"trained, found {_listed(found)} instead, which is not read: every token would be trained. "
+            "Make labels of it (the id where it is trained, else -100, unshifted), or leave it out, or "
+            'set loss to "all" (--loss all) to train every token'
         )
+    how, loss = _MASKED_BY[format]
+    words = " and ".join(theirs for ours, theirs in fields.items() if ours != "tools")
+    return (
+        f"what is trained must be said by {how}; found {_listed(found)} beside {words}, "
+        "which is not read and would change nothing. Say it so, or leave it out, or set loss to "
+        f'"{loss}" (--loss {loss}) to train regardless of it'
+    )
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -90,33 +82,46 @@ def _is_called_mask(name: str) -> bool:
     return name.endswith(("mask", "masks")) and name not in _OTHER_MASKS
 
 
-def masks_beside(sample: Sequence[Mapping[str, Any]], format: Format, fields: Mapping[str, str]) -> list[str]:
-    """Names that look like masks of training, in records of words: lists of numbers or of true and false.
-
-    A name that is used for other things too (`weights`) counts where it holds a value for each message, one
-    of labels where it holds -100. sample, fields: as of `unread_masks`.
-    """
-    used = set(fields.values())
-    found: dict[str, None] = {}
-    for record in sample:
-        messages = _parsed(_value(record, fields["messages"])) if format == "messages" else None
-        num_messages = len(messages) if isinstance(messages, list | np.ndarray) else 0
-        for name, value in record.items():
-            if name not in used and name not in found and _masks_words(name.lower(), value, num_messages):
-                found[name] = None
-    return list(found)
-
-
-def _masks_words(name: str, value: Any, num_messages: int) -> bool:
+def may_mask(name: str, format: Format) -> bool:
+    """Whether what stands under a name, beside the fields of a format, may be a mask of training."""
+    name = name.lower()
     is_labels = name == "labels" or name in _OTHER_LABELS
-    if not (_is_called_mask(name) or name in _FLAGS or is_labels):
+    return _is_called_mask(name) or is_labels or (format != "tokens" and name in _FLAGS)
+
+
+def masks_in(
+    suspects: Mapping[str, Any], record: Mapping[str, Any], format: Format, fields: Mapping[str, str]
+) -> list[str]:
+    """Names of masks of training among what a record holds under names that `may_mask`.
+
+    Beside words these are lists of numbers or of true and false: a name that is used for other things too
+    (`weights`) counts where it holds a value for each message, one of labels where it holds -100. Beside
+    ready ids without labels they are lists, under a name of labels as long as the ids. null says nothing.
+    fields: our names (input_ids, labels, …) to the source's.
+    """
+    lists = {name: values for name, value in suspects.items() if (values := _list_of(value)) is not None}
+    if not lists:
+        return []
+    if format == "tokens":
+        ids = _list_of(_value(record, fields["input_ids"]))
+        if ids is None or _value(record, fields["labels"]) is not None:
+            return []
+        return [
+            name
+            for name, values in lists.items()
+            if _is_called_mask(name.lower()) or len(values) == len(ids) > 0
+        ]
+    messages = _list_of(_value(record, fields["messages"])) if format == "messages" else None
+    num_messages = 0 if messages is None else len(messages)
+    return [name for name, values in lists.items() if _masks_words(name.lower(), values, num_messages)]
+
+
+def _masks_words(name: str, values: Any, num_messages: int) -> bool:
+    if not len(values) or not _are_numbers(values):
         return False
-    values = _parsed(value)
-    if not isinstance(values, list | np.ndarray) or not len(values) or not _are_numbers(values):
-        return False
-    if is_labels and name not in _FLAGS:
-        return bool(_IGNORED in values)
-    return _is_called_mask(name) or len(values) == num_messages
+    if _is_called_mask(name):
+        return True
+    return len(values) == num_messages if name in _FLAGS else bool(_IGNORED in values)
 
 
 def _are_numbers(values: Any) -> bool:
@@ -125,40 +130,12 @@ def _are_numbers(values: Any) -> bool:
     return all(one is None or isinstance(one, bool | int | float | np.number | np.bool_) for one in values)
 
 
-def unread_masks(sample: Sequence[Mapping[str, Any]], fields: Mapping[str, str]) -> list[str]:
-    """Names that look like masks of training, in records of ready ids that have no labels.
-
-    sample: the first records. fields: our names (input_ids, labels, …) to the source's.
-    """
-    used = set(fields.values())
-    found: dict[str, None] = {}
-    for record in sample:
-        ids = _value(record, fields["input_ids"])
-        if ids is None or _value(record, fields["labels"]) is not None:
-            continue
-        for name, value in record.items():
-            if name not in used and name not in found and _is_mask(name.lower(), value, ids):
-                found[name] = None
-    return list(found)
-
-
-def _is_mask(name: str, value: Any, ids: Any) -> bool:
-    if _is_called_mask(name):
-        # null: other rows of the column may have one.
-        return value is None or isinstance(_parsed(value), list | np.ndarray)
-    if name in _OTHER_LABELS:
-        values, ids = _parsed(value), _parsed(ids)
-        lists = isinstance(values, list | np.ndarray) and isinstance(ids, list | np.ndarray)
-        return lists and len(values) == len(ids) > 0
-    return False
-
-
-def _parsed(value: Any) -> Any:
-    """A value, or what stands in it: a list in CSV is its JSON text."""
+def _list_of(value: Any) -> Any:
+    """A list, also as its JSON text (all that CSV can hold); None for anything else."""
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(orjson.JSONDecodeError):
-            return orjson.loads(value)
-    return value
+            value = orjson.loads(value)
+    return value if isinstance(value, list | np.ndarray) else None
 
 
 def _value(record: Mapping[str, Any], name: str) -> Any:

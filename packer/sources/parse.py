@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,18 +103,20 @@ def kind(value: Any) -> str:
 
 
 class FieldPicker:
-    """Takes the fields in use out of an object, under padfree's names.
+    """Takes the fields in use out of an object that was looked at, under padfree's names.
 
     A source name is a key, else a dotted path (`r.b`), else several of these joined by "+" (texts with
     a blank line between them; empty and missing ones are left out). A field that is not there is
-    left out of the row. Raises RowFault where what is to be joined is no text.
+    left out of the row. Raises RowFault where what is to be joined is no text, and what `check` raises.
     """
 
-    def __init__(self, fields: Mapping[str, str]) -> None:
+    def __init__(self, fields: Mapping[str, str], check: Callable[[Mapping[str, Any]], None]) -> None:
+        self._check = check
         self._plain = [(ours, theirs) for ours, theirs in fields.items() if not _is_path(theirs)]
         self._paths = [(ours, theirs) for ours, theirs in fields.items() if _is_path(theirs)]
 
     def __call__(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        self._check(record)
         row = {ours: record[theirs] for ours, theirs in self._plain if theirs in record}
         for ours, theirs in self._paths:
             value = find(record, theirs)

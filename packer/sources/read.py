@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import BinaryIO
 
@@ -27,6 +27,8 @@ from packer.sources.values import (
     Records,
     Span,
 )
+from packer.sources.watch import Watch
+from packer.spec import What
 from packer.store import Store, StoreError
 
 # Of a shuffled partition this much is held at a time, so that its records can be read in file order.
@@ -42,15 +44,17 @@ def read_partition(
     *,
     store: Store,
     fields: Mapping[str, str],
+    watch: Collection[What] = (),
     max_row_bytes: int = MAX_ROW_BYTES,
 ) -> Iterator[Records]:
     """The records of a partition in stream order, in batches of up to about 1000 records or 8 MiB.
 
-    Every record of the partition is in one batch, as a row or as an error. Raises SourceError where an
-    input changed since it was indexed, or is gone.
+    Every record of the partition is in one batch, as a row or as an error. fields, watch: as the inputs were
+    indexed with. Raises SourceError where an input changed since it was indexed, or is gone.
     """
     batcher = Batcher(
         fields=fields,
+        watch=Watch(fields, watch),
         max_row_bytes=max_row_bytes,
         files=[
             Place(file=span.file.input.path, unit=span.file.unit, row_groups=span.file.row_groups)
@@ -134,7 +138,7 @@ def _places_of(span: Span, which: int, ordinal: int, numbers: NDArray[np.int64])
 def _read_row_span(
     span: Span, which: int, file: BinaryIO, names: frozenset[str], batcher: Batcher
 ) -> Iterator[None]:
-    for ordinal, batch in read_rows(span, file, names):
+    for ordinal, batch in read_rows(span, file, names, batcher.watch):
         numbers = ordinal + 1 + np.arange(batch.num_rows)
         batcher.add_table(_places_of(span, which, ordinal, numbers), batch)
         yield

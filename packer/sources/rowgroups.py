@@ -16,17 +16,18 @@ import pyarrow as pa
 from packer.sources import tabular
 from packer.sources.streams import changed
 from packer.sources.values import RecordFile, Span
+from packer.sources.watch import Watch
 
 
 class _Reader:
     """Rows of a file from a row group on. `row`: which one is the next."""
 
     def __init__(
-        self, file: RecordFile, names: frozenset[str], opened: BinaryIO, row: int, group: int
+        self, file: RecordFile, names: frozenset[str], watch: Watch, opened: BinaryIO, row: int, group: int
     ) -> None:
-        self.of = (file.input, file.mtime_ns, names)
+        self.of = (file.input, file.mtime_ns, names, watch.what)
         self.row = row
-        self._batches = _batches(file, names, opened, group)
+        self._batches = _batches(file, names, watch, opened, group)
         self._rest: pa.RecordBatch | None = None  # of a batch that was not given whole
 
     def take(self, start: int, stop: int) -> pa.RecordBatch | None:
@@ -46,13 +47,14 @@ class _Reader:
 
 
 def _batches(
-    file: RecordFile, names: frozenset[str], opened: BinaryIO, group: int
+    file: RecordFile, names: frozenset[str], watch: Watch, opened: BinaryIO, group: int
 ) -> Generator[pa.RecordBatch, None, None]:
     with (
         os.fdopen(os.dup(opened.fileno()), "rb") as mine,  # `opened` is closed with its span
         tabular.open_table(file.input.path, mine, file.input.reader) as table,
     ):
-        columns = tabular.columns_in_use(table.schema_arrow, names)
+        schema = table.schema_arrow
+        columns = [*tabular.columns_in_use(schema, names), *watch.columns(schema)]
         yield from tabular.record_batches(table, columns, group)
 
 
@@ -63,19 +65,22 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def read_rows(span: Span, opened: BinaryIO, names: frozenset[str]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The span's rows in batches, each with the ordinal of its first; columns alone that `names` mean.
+def read_rows(
+    span: Span, opened: BinaryIO, names: frozenset[str], watch: Watch
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The span's rows in batches, each with the ordinal of its first; columns alone that `names` mean, or
+    that are watched.
 
     Raises SourceError, also where the file has fewer rows.
     """
     begin, group, _ = span.mark
     reader, _kept.reader = _kept.reader, None
-    key = (span.file.input, span.file.mtime_ns, names)
+    key = (span.file.input, span.file.mtime_ns, names, watch.what)
     if reader is not None and not (reader.of == key and begin <= reader.row <= span.start):
         reader.close()
         reader = None
     if reader is None:
-        reader = _Reader(span.file, names, opened, begin, group)
+        reader = _Reader(span.file, names, watch, opened, begin, group)
     ordinal = span.start
     try:
         while ordinal < span.stop:

@@ -137,7 +137,7 @@ Rows = list[dict[str, Any] | RowFault]
 
 
 def parquet_batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Rows]:
-    """All rows, columns in use alone. A RowFault stands for one unreadable."""
+    """All rows, these columns alone. A RowFault stands for one unreadable."""
     return map(rows_of, record_batches(parquet, columns))
 
 
@@ -152,12 +152,11 @@ def record_batches(parquet: pq.ParquetFile, columns: list[str], group: int = 0) 
         yield from parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
 
 
-def arrow_batches(reader: Any, names: frozenset[str], forget: Callable[[], None]) -> Iterator[Rows]:
-    """The rows of an Arrow file or stream, columns in use alone.
+def arrow_batches(reader: Any, columns: list[str], forget: Callable[[], None]) -> Iterator[Rows]:
+    """The rows of an Arrow file or stream, these columns alone.
 
     `forget` is called after each _MAPPED_BYTES or so, to let go of memory that a mapped file holds.
     """
-    columns = columns_in_use(reader.schema, names)
     is_file = isinstance(reader, pa.ipc.RecordBatchFileReader)
     batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else iter(reader)
     held = 0

@@ -157,6 +157,25 @@ def test_a_bad_row_fails_the_dataset_and_posting_again_starts_it_again(server, d
     server.wait_for_state(dataset, "failed")
 
 
+def test_posting_a_failed_dataset_again_goes_by_what_is_said_now(server, data):
+    """What is no part of the id may be what it failed for: where a file lies, and what was left open."""
+    rows = [{"text": "One two three."}] * 150
+    write_rows(data / "a.jsonl", [*rows, {"text": "Four five six.", "loss_mask": [0, 1, 1]}])
+    write_rows(data / "b.jsonl", rows[:3])
+    spec = spec_of(data)
+    spec["source"]["paths"] = [str(data / "a.jsonl"), str(data / "b.jsonl")]
+    failed = server.post_spec(spec).json["id"]
+    view = server.wait_for_state(failed, "failed")
+    assert "a.jsonl, line 151: what is trained must be said by" in view["error"]["detail"]
+    (data / "b.jsonl").rename(data / "c.jsonl")
+    spec["source"]["paths"][1] = str(data / "c.jsonl")
+    again = server.post_spec({**spec, "loss": "all", "name": "another"})
+    assert (again.status, again.json["id"], again.json["name"]) == (202, failed, "numbers")
+    view = server.wait_for_state(failed, "ready", "failed")
+    assert (view["state"], view["error"]) == ("ready", None)
+    assert view["report"]["rows_packed"] == 154
+
+
 def test_no_space_is_told_as_such(server, data, monkeypatch):
     def full(self, key, content):
         raise NoSpaceLeft(28, "no space left")

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from reading import read_source
 
 from packer.sources.ids import IdLines, IdRows, list_values, table_ids
+from packer.sources.watch import Watch
 
 FIELDS = {"input_ids": "input_ids", "labels": "labels", "attention_mask": "attention_mask"}
+NOTHING = Watch(FIELDS)
 number = st.one_of(st.integers(0, 9), st.integers(0, 151_000), st.integers(-100, 9_999_999), st.just(-100))
 numbers = st.lists(number, max_size=12)
 
@@ -44,7 +46,7 @@ def plain(rows: IdRows | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @given(lines())
 def test_usual_lines_are_read_at_once(given_lines: list[bytes]) -> None:
-    found = IdLines(FIELDS).parse(given_lines)
+    found = IdLines(FIELDS, NOTHING).parse(given_lines)
     assert found is not None
     assert plain(found) == plain([orjson.loads(line) for line in given_lines])
     assert all(flat.dtype == np.int32 for flat, _ in found.columns.values())
@@ -87,7 +89,7 @@ def test_whatever_a_line_holds_what_is_read_is_what_it_says(
                 [line[:at] + put + line[at + 1 :], line[:at] + put + line[at:], line[:at] + line[at + 1 :]]
             )
         )
-    found = IdLines(FIELDS).parse(given_lines)
+    found = IdLines(FIELDS, NOTHING).parse(given_lines)
     if found is not None:
         assert plain(found) == plain([orjson.loads(line) for line in given_lines])
 
@@ -114,7 +116,7 @@ def test_of_a_key_that_comes_twice_the_last_value_counts(
     given_lines: list[list[tuple[str, str]]], repeats: int
 ) -> None:
     raws = [written(pairs) for pairs in given_lines] * repeats
-    found = IdLines(FIELDS).parse(raws)
+    found = IdLines(FIELDS, NOTHING).parse(raws)
     if found is not None:
         assert plain(found) == plain([orjson.loads(raw) for raw in raws])
 
@@ -122,7 +124,7 @@ def test_of_a_key_that_comes_twice_the_last_value_counts(
 def test_keys_that_come_twice_are_read_at_once() -> None:
     """The usual way: so the test before looks at something."""
     raws = [b'{"labels": null, "input_ids": [5, 6], "labels": [-100, 6]}'] * 3
-    found = IdLines(FIELDS).parse(raws)
+    found = IdLines(FIELDS, NOTHING).parse(raws)
     assert found is not None
     assert plain(found) == [{"input_ids": [5, 6], "labels": [-100, 6]}] * 3
 
@@ -131,13 +133,13 @@ def test_keys_that_come_twice_are_read_at_once() -> None:
     "second", [b'{"input_ids": [1], "labels": [1]}', b'{"text": "a"}', b"{", b'{"labels": [1]}', b"\xff"]
 )
 def test_lines_that_are_not_alike_are_read_one_by_one(second: bytes) -> None:
-    assert IdLines(FIELDS).parse([b'{"input_ids": [1]}', second]) is None
+    assert IdLines(FIELDS, NOTHING).parse([b'{"input_ids": [1]}', second]) is None
 
 
 def test_other_formats_are_left_alone() -> None:
     line = b'{"input_ids": [1]}'
-    assert IdLines({"text": "input_ids"}).parse([line]) is None
-    assert IdLines({"input_ids": "a.input_ids"}).parse([line]) is None
+    assert IdLines({"text": "input_ids"}, NOTHING).parse([line]) is None
+    assert IdLines({"input_ids": "a.input_ids"}, NOTHING).parse([line]) is None
 
 
 @pytest.mark.parametrize("of", [pa.int8(), pa.int16(), pa.int32(), pa.int64()])

@@ -13,10 +13,12 @@ import pytest
 
 from packer.sources import SourceError, cut, index_input, resolve_inputs, rowgroups, tabular
 from packer.sources.values import Span
+from packer.sources.watch import Watch
 from packer.store import LocalStore
 
 NUM_ROWS = 3000
 NAMES = frozenset({"input_ids"})
+NOTHING = Watch({"input_ids": "input_ids"})
 
 
 def spans_of(tmp_path: Path, num_spans: int = 7, row_group_size: int = 2000) -> list[Span]:
@@ -48,7 +50,7 @@ def spans_of(tmp_path: Path, num_spans: int = 7, row_group_size: int = 2000) -> 
 def rows_in(span: Span) -> list[int]:
     found = []
     with open(span.file.input.path, "rb") as opened:
-        for ordinal, batch in rowgroups.read_rows(span, opened, NAMES):
+        for ordinal, batch in rowgroups.read_rows(span, opened, NAMES, NOTHING):
             assert ordinal == span.start + len(found)
             found += [row["input_ids"][0] for row in batch.to_pylist()]
     return found
@@ -97,7 +99,7 @@ def test_a_reader_that_is_left_early_does_not_stay(tmp_path: Path, decoded: list
     first, second, *_ = spans_of(tmp_path)
     num_open = len(os.listdir("/proc/self/fd"))
     with open(first.file.input.path, "rb") as opened:
-        rows = rowgroups.read_rows(first, opened, NAMES)
+        rows = rowgroups.read_rows(first, opened, NAMES, NOTHING)
         next(rows)
         rows.close()  # type: ignore[attr-defined]
     assert rowgroups._kept.reader is None
