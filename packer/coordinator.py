@@ -328,6 +328,7 @@ def _finish(
         ignored=list(job.ignored),
         warnings=job.warnings,
         minibatch_size=job.spec.packing.minibatch_size if job.spec.packing.strategy == "minibatch" else None,
+        model_max_length=job.model_max_length,
     )
     store.put(
         dataset_key(job.dataset, "finished.json"),

@@ -67,6 +67,8 @@ def pack_partition(job: Job, number: int, partition: sources.Partition, store: S
     }
     if rows.unlearned:
         lists["unlearned"] = dict(rows.unlearned)
+    if job.model_max_length is not None:
+        lists["beyond_model"] = int(np.count_nonzero(planned.length > job.model_max_length))
     return Commit(
         partition=number,
         shards=tuple(shards),

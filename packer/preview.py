@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packer import sources
-from packer.packing import Capacity, tokens_of_minibatches
+from packer.packing import tokens_of_minibatches
 from packer.render import Rendered
-from packer.report import unprinted_warnings
+from packer.report import beyond_model_warnings, unprinted_warnings
 from packer.roles import unlearned_warnings
-from packer.rows import renderer_of, tokenizer_of
+from packer.rows import beyond_model, largest_capacity, renderer_of, tokenizer_of
 from packer.spec import Job
 from packer.store import Store
 from packer.tokenization import Tokenizer
@@ -181,11 +181,8 @@ class _Notes:
 
     def __init__(self, job: Job, tokenizer: Tokenizer | None) -> None:
         packing = job.spec.packing
-        self._capacity = Capacity(
-            max_tokens=packing.capacities[-1],
-            segment_multiple=packing.segment_multiple,
-            pack_multiple=packing.pack_multiple,
-        )
+        self._job = job
+        self._capacity = largest_capacity(job.spec)
         self._limit = self._capacity.segment
         self._repacks = sources.is_packed(job.inputs)
         self._bos = tokenizer.bos_id if tokenizer is not None else None
@@ -215,6 +212,7 @@ class _Notes:
         self._counts["empty"] += int(np.count_nonzero(rendered.lengths == 0)) - len(rendered.errors)
         self._unprinted.update(rendered.unprinted)
         self._unlearned.update(rendered.unlearned)
+        self._counts["beyond_model"] += beyond_model(rendered.lengths, self._job)
         if self._minibatch_size:
             self._lengths.append(np.asarray(rendered.lengths, np.int64))
         wrong = {int(records.example_ids[row]): records.locations[row] for row, _ in rendered.errors}
@@ -263,6 +261,7 @@ class _Notes:
         found += self._minibatches()
         found += unprinted_warnings(self._unprinted, self.num_rows)
         found += unlearned_warnings(self._unlearned)
+        found += beyond_model_warnings(counts["beyond_model"], self._job.model_max_length)
         if whole and self._control is not None and not counts["ended"]:
             found.append("no end token (EOS or end of turn) is trained: the model will not learn to stop")
         return found

@@ -209,18 +209,32 @@ def unprinted_warnings(counts: Mapping[str, int], num_rows: int) -> list[str]:
     ]
 
 
+def beyond_model_warnings(count: int, model_max_length: int | None) -> list[str]:
+    """A warning of segments that are longer than the tokenizer says that its model takes."""
+    if not count or model_max_length is None:
+        return []
+    several = count > 1
+    return [
+        f"{count:,} segment{'s'[:several]} {'are' if several else 'is'} longer than the model takes, as "
+        f"its tokenizer says (model_max_length {model_max_length}): it was not made for the positions behind "
+        "that. Lower packing.max_tokens (--max-tokens) to it, unless the model was extended"
+    ]
+
+
 def report(
     parts: Sequence[Mapping[str, Any]],
     *,
     capacities: Sequence[int],
     warnings: Sequence[str] = (),
     minibatch_size: int | None = None,
+    model_max_length: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """The report of a dataset, from the counters of its commits in order.
 
     `capacities`: max_tokens of the packs that there may be, rising. `warnings`: what was to be said before
     the work; what the counters say is added. `minibatch_size`: under strategy "minibatch".
+    `model_max_length`: as of a Job.
     """
     counters = total(parts)
     counters.check()
@@ -247,6 +261,7 @@ def report(
             *warnings,
             *warnings_of(counters, capacities[-1], cut),
             *unlearned_warnings(unlearned(parts)),
+            *beyond_model_warnings(sum(part.get("beyond_model", 0) for part in parts), model_max_length),
         ],
         **more,
     }

@@ -63,6 +63,7 @@ def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None, id
         tokenizer_digest=digest,
         ignored=tuple(ignored),
         warnings=renderer.warnings,
+        model_max_length=tokenizer.model_max_length if tokenizer is not None else None,
         watch=sources.watch_of(spec.source, spec.loss, fields),
     )
 
@@ -96,6 +97,7 @@ def _resolve_repack(spec: Spec, store: Store, roots: Sequence[Path] | None) -> J
         inputs=(packed.input,),
         tokenizer_digest=made.tokenizer_digest,
         warnings=(*made.warnings, *packed.warnings),
+        model_max_length=made.model_max_length,
     )
 
 

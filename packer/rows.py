@@ -231,3 +231,13 @@ def largest_capacity(spec: Spec) -> Capacity:
         segment_multiple=spec.packing.segment_multiple,
         pack_multiple=spec.packing.pack_multiple,
     )
+
+
+def beyond_model(lengths: NDArray[np.int64], job: Job) -> int:
+    """How many of rows of so many tokens make segments that are longer than the model takes."""
+    if job.model_max_length is None:
+        return 0
+    limit = largest_capacity(job.spec).segment
+    if job.spec.packing.overlong in ("drop", "error"):
+        lengths = lengths[lengths <= limit]
+    return int(np.count_nonzero(np.minimum(lengths, limit) > job.model_max_length))

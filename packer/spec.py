@@ -130,9 +130,8 @@ class Job:
     tokenizer_digest: str
     ignored: tuple[str, ...] = ()  # files of a folder that are no sources, by name
     warnings: tuple[str, ...] = ()  # what a careful colleague would say of the spec, before any work
-    # What the spec left open and the first records settled, so that no later one may hold it: see
-    # packer.sources.watch. No part of the id.
-    watch: tuple[What, ...] = ()
+    model_max_length: int | None = None  # tokens that the model takes, as its tokenizer says
+    watch: tuple[What, ...] = ()  # what no record may hold (packer.sources.watch); no part of the id
 
 
 # ------------------------------------------------------------------ parse
@@ -394,5 +393,6 @@ def job_from_document(document: Mapping[str, Any]) -> Job:
         tokenizer_digest=document["tokenizer_digest"],
         ignored=tuple(document["ignored"]),
         warnings=tuple(document.get("warnings", ())),
+        model_max_length=document.get("model_max_length"),
         watch=tuple(document.get("watch", ())),
     )

@@ -187,6 +187,17 @@ class Tokenizer:
         text = self.special_tokens.get(name)
         return self._backend.token_to_id(text) if text is not None else default
 
+    @property
+    def model_max_length(self) -> int | None:
+        """The tokens that the model takes at most, as tokenizer_config.json says; None where it says nothing.
+
+        transformers writes 1e30 for that.
+        """
+        length = self._config.get("model_max_length")
+        if not isinstance(length, int | float) or isinstance(length, bool) or not 0 < length < 1 << 31:
+            return None
+        return int(length)
+
     def token(self, token_id: int) -> str:
         """The text of a token, as the vocabulary spells it."""
         return str(self._backend.id_to_token(token_id))

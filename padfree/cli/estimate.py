@@ -28,7 +28,9 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from packer.measure import measure
     from packer.packing import estimate
+    from packer.report import beyond_model_warnings
     from packer.roles import unlearned_warnings
+    from packer.rows import beyond_model
 
     with common.scratch_store(args) as store:
         job = resolve_here(spec_document(args), store)
@@ -59,7 +61,11 @@ def run(args: argparse.Namespace) -> int:
         except (ValueError, OSError) as error:  # of reading, rendering, packing and the store
             raise CommandError(str(error)) from None
     size = packing.minibatch_size or 8
-    warnings = [*_warnings(measured.lengths, packing, size), *unlearned_warnings(measured.unlearned)]
+    warnings = [
+        *_warnings(measured.lengths, packing, size),
+        *unlearned_warnings(measured.unlearned),
+        *beyond_model_warnings(beyond_model(measured.lengths, job), job.model_max_length),
+    ]
     if rejected.num_rows:
         warnings.insert(0, f"{_said(rejected)}; left out of these figures")
     for warning in warnings:
