@@ -66,7 +66,7 @@ def test_a_proxy_that_can_hold_little_is_asked_for_little(server: Server, datase
     """An epoch, and the first answer, are more than it takes."""
     most_bytes = 20 * PACK_BYTES
     with BufferingProxy(server.port, most_bytes=most_bytes) as proxy:
-        stream, through = run(proxy.url, dataset, timeout_s=30)
+        stream, through = run(proxy.url, dataset)
     assert through == run(server.url, dataset)[1]
     assert proxy.num_refused == stream.stats().num_retries > 0
 
@@ -87,7 +87,8 @@ def test_a_step_that_takes_longer_than_a_silence_comes_in_the_end(server: Server
     with BufferingProxy(server.port, bytes_a_second=40_000) as proxy:
         stream, through = run(proxy.url, dataset, epochs=1, timeout_s=3)
     assert through == run(server.url, dataset, epochs=1)[1]
-    assert 0 < stream.stats().num_retries <= 3  # what was learned of the first step holds for the others
+    # What was learned of the first step holds for the others: else each were given up as often.
+    assert 0 < stream.stats().num_retries <= 5
 
 
 @pytest.mark.parametrize("piece_bytes", [None, 5_000, 1 << 20], ids=["whole", "small-pieces", "large-pieces"])

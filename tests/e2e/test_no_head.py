@@ -47,7 +47,9 @@ def test_the_joining_process_ends_with_the_service(tmp_path: Path, number: signa
             service.process.send_signal(number)
             assert service.process.wait(30) == (0 if number == signal.SIGTERM else -number)
             if number == signal.SIGKILL:
-                wait_for(lambda: not is_there(helper), timeout_s=15)
+                wait_for(
+                    lambda: not is_there(helper),
+                )
             assert not is_there(helper)
         finally:
             if is_there(helper):
@@ -83,7 +85,7 @@ def test_a_missing_head_is_told(
         caplog.at_level(logging.WARNING, "padfree"),
         running(tmp_path / "store", runner=Cluster(address)) as server,
     ):
-        assert server.get("/readyz").json["checks"]["runner"] == "starting"
+        assert server.get("/readyz").json["checks"]["runner"].startswith("starting")
         told = wait_for(lambda: (a := server.get("/readyz").json["checks"]["runner"]) != "starting" and a)
         assert told.startswith(f"starting: {required}")
         assert "ray start --head" in told

@@ -266,7 +266,10 @@ def _ids(found: list[Any]) -> list[list[int]]:
     return [pack.input_ids.tolist() for one in found for pack in one.packs]
 
 
-def test_finished_datasets_cost_few_calls_while_nothing_happens(remote: Remote, tmp_path: Path) -> None:
+def test_finished_datasets_cost_few_calls_while_nothing_happens(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.scheduler._SCAN_S", 0.1)
     for seed in range(3):
         pack_document(STORE, document(tmp_path, ".jsonl", shuffle_seed=seed))
     with running(STORE, runner=InlineRunner()) as server:

@@ -28,6 +28,12 @@ def rows_of(count, length=5):
     return [{"input_ids": [i % 100 + 1] * (2 + (i * 7) % length)} for i in range(count)]
 
 
+@pytest.fixture(autouse=True)
+def scans(monkeypatch):
+    """The store is looked through often, so that no test waits for it."""
+    monkeypatch.setattr("service.scheduler._SCAN_S", 0.1)
+
+
 @pytest.fixture
 def data(tmp_path):
     folder = tmp_path / "data"
@@ -366,8 +372,7 @@ class LostAtFirst(InlineRunner):
         self.closed = True
 
 
-def test_packing_goes_on_with_another_cluster_when_one_is_lost(tmp_path, data, monkeypatch):
-    monkeypatch.setattr("service.scheduler._SCAN_S", 0.1)
+def test_packing_goes_on_with_another_cluster_when_one_is_lost(tmp_path, data):
     first = LostAtFirst(1)  # the one that indexes
     runners = iter([first, InlineRunner()])
     with running(tmp_path / "store", runner=lambda: next(runners), data_roots=(data, TOKENIZER)) as server:

@@ -244,7 +244,7 @@ def test_f43_shutdown_cuts_open_streams_and_the_client_goes_on(tmp_path):
             seen.append(batch.example_ids.tolist())
             if len(seen) == 30:
                 first.process.send_signal(signal.SIGTERM)
-                assert first.process.wait(10) == 0
+                assert first.process.wait(60) == 0
                 stack.enter_context(spawned(tmp_path, port=first.port))
     assert seen == [[i] for i in range(100)]
 
@@ -259,7 +259,7 @@ def test_f43_a_waiting_stream_is_cut_not_ended(tmp_path, number):
         with pytest.raises(Exception, match="IncompleteRead"):
             response.read()
         connection.close()
-        assert server.process.wait(10) == 0
+        assert server.process.wait(60) == 0
         said = server.said()
         assert "Traceback" not in said
         assert said.splitlines()[-1].endswith("padfree.service: stopped")
@@ -273,7 +273,7 @@ def test_a_long_poll_ends_with_the_service(tmp_path):
         thread = threading.Thread(target=lambda: answers.append(server.get(path)))
         thread.start()
         wait_for(lambda: server.service.feeds._feeds and server.service.feeds._feeds[dataset]._num_waiting)
-    thread.join(20)
+    thread.join(60)
     assert answers[0].json["shards"] == []
 
 
@@ -295,7 +295,7 @@ def test_f43_a_request_that_outlasts_the_patience_is_told_and_leaves_no_tracebac
             server.process.send_signal(signal.SIGINT)
             answer = upload.recv(65536)
         assert answer.startswith(b"HTTP/1.1 503")
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
         told = server.said()
         assert "POST /v1/uploads is given up: the service stops" in told
         assert "Traceback" not in told

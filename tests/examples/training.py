@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from packing_job import pack_document, spec_of, write_rows
+from serving import free_port
 from torch.multiprocessing import start_processes
 from transformers import LlamaForCausalLM
 
@@ -130,9 +130,7 @@ def on_ranks(world_size: int, target: Callable[..., Any], *args: Any) -> list[An
     are in it. A rank that fails, or does not end, ends them all.
     """
     multiprocessing.set_forkserver_preload(["torch", "transformers", "accelerate", "training"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory() as results:
         context = start_processes(
             _on_rank,

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from s3 import Objects, s3_server, use
+from serving import wait_for
 
 from packer.store import LocalStore, LockLost, NoSpaceLeft, Store, StoreError, leases, objects, open_store
 from packer.store.cache import Cache
@@ -374,9 +375,16 @@ def test_a_staged_file_that_is_cleaned_away_is_named(store: ObjectStore, tmp_pat
 
 # ------------------------------------------------------------------ leases
 
+PUT_LOCK = "PUT bucket/some/prefix/locks/d"
+
 
 @pytest.mark.usefixtures("quick")
-def test_a_lease_is_held_by_one_and_given_back(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_lease_is_held_by_one_and_given_back(
+    store: ObjectStore, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So long that no machine stands still for it.
+    monkeypatch.setattr(leases, "LEASE_S", 2.0)
+    monkeypatch.setattr(leases, "_HOLD_S", 1.9)
     elsewhere = other(store, tmp_path / "other")
     assert not elsewhere.is_locked("locks/d")
     with store.lock("locks/d") as mine:
@@ -386,7 +394,9 @@ def test_a_lease_is_held_by_one_and_given_back(store: ObjectStore, tmp_path: Pat
             assert one.is_locked("locks/d")
             with one.lock("locks/d") as too:
                 assert not too
-        time.sleep(1.5)  # longer than a lease: it is renewed
+        renewals = remote.calls.count(PUT_LOCK)
+        # For longer than a lease, a tenth of a second between two: it is renewed.
+        wait_for(lambda: remote.calls.count(PUT_LOCK) > renewals + 21)
         store.check_lock("locks/d")
         with elsewhere.lock("locks/d") as too:
             assert not too
@@ -408,15 +418,17 @@ def test_a_lease_of_a_dead_process_runs_out(store: ObjectStore) -> None:
 
 def until_lost(store: ObjectStore, taken: bytes | None = None) -> None:
     """Wait for LockLost; `taken` is put there by another meanwhile."""
-    for _ in range(400):
+
+    def is_lost() -> bool:
         if taken is not None:
             store.put("locks/d", taken)
         try:
             store.check_lock("locks/d")
         except LockLost:
-            return
-        time.sleep(0.05)
-    raise AssertionError("it was not noticed that the lock is lost")
+            return True
+        return False
+
+    wait_for(is_lost)
 
 
 @pytest.mark.usefixtures("quick")
@@ -438,22 +450,26 @@ def test_who_finds_another_has_lost_it_and_leaves_it_alone(store: ObjectStore) -
 
 
 @pytest.mark.usefixtures("quick")
-def test_of_many_that_want_a_free_lock_one_gets_it(store: ObjectStore, tmp_path: Path) -> None:
-    start, got, done = threading.Barrier(6), [], threading.Event()
+def test_of_many_that_want_a_free_lock_one_gets_it(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than any takes to write its name, on a slow machine too; and a lease outlasts that.
+    monkeypatch.setattr(leases, "_SETTLE_S", 1.0)
+    monkeypatch.setattr(leases, "LEASE_S", 60.0)
+    monkeypatch.setattr(leases, "_HOLD_S", 60.0)
+    start, got, refused = threading.Barrier(6), [], []
 
     def take(one: ObjectStore) -> None:
         start.wait()
         with one.lock("locks/d") as mine:
+            (got if mine else refused).append(one)
             if mine:
-                got.append(one)
-                done.wait(5)
+                wait_for(lambda: len(got) + len(refused) == 6)
 
     machines = [other(store, tmp_path / str(number)) for number in range(6)]
     threads = [threading.Thread(target=take, args=(one,)) for one in machines]
     for thread in threads:
         thread.start()
-    time.sleep(1.5)
-    done.set()
     for thread in threads:
         thread.join()
-    assert len(got) == 1
+    assert (len(got), len(refused)) == (1, 5)

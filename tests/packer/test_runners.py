@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from serving import wait_for
 
 from packer.runners import InlineRunner
 
@@ -123,11 +123,13 @@ runner.close()
     assert marked(folder) == []
 
 
-def test_the_next_start_ends_what_a_killed_process_left(short_tmp: Path) -> None:
+def test_sigterm_is_the_processes_own_and_the_next_start_ends_what_a_killed_one_left(short_tmp: Path) -> None:
     code = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: print("handled", flush=True))  # not Ray's
 from packer.runners.ray import RayRunner
 runner = RayRunner(num_cpus=1)
+os.kill(os.getpid(), signal.SIGTERM)
 print(os.environ["PADFREE_RAY_FOLDER"], flush=True)
 time.sleep(600)
 """
@@ -139,27 +141,15 @@ time.sleep(600)
         env={**ALONE, "TMPDIR": str(short_tmp)},
     )
     assert killed.stdout is not None
+    assert killed.stdout.readline().strip() == "handled"
     folder = killed.stdout.readline().strip()
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
+    killed.stdout.close()
     assert Path(folder).is_dir()
     run("from packer.runners import leftovers; leftovers.sweep()", short_tmp)
-    until = time.monotonic() + 20
-    while marked(folder) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert marked(folder) == []
+    wait_for(lambda: marked(folder) == [])
     assert list(short_tmp.iterdir()) == []
-
-
-def test_sigterm_reaches_the_handler_of_the_process_not_rays(short_tmp: Path) -> None:
-    code = """
-import os, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: print("handled"))
-from packer.runners.ray import RayRunner
-with RayRunner(num_cpus=1):
-    os.kill(os.getpid(), signal.SIGTERM)
-"""
-    assert run(code, short_tmp).strip() == "handled"
 
 
 def test_an_exit_while_ray_starts_leaves_nothing(short_tmp: Path) -> None:

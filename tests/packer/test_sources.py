@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import io
 import json
@@ -205,20 +206,26 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@functools.cache
+def _hundred_mib(kind: str) -> bytes:
+    """Of zeros, in a few kilobytes."""
+    file = io.BytesIO()
+    writer: Any = (
+        gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6)
+        if kind == "gz"
+        else zstandard.ZstdCompressor(write_content_size=False).stream_writer(file, closefd=False)
+    )
+    with writer:
+        for _ in range(100):
+            writer.write(bytes(1 << 20))
+    return file.getvalue()
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet"])
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 def test_f46_unpacking_stops_at_the_limit(tmp_path: Path, kind: str, name: str) -> None:
-    zeros = bytes(1 << 20)
     path = tmp_path / f"{name}.{kind}"
-    with open(path, "wb") as file:
-        writer: Any = (
-            gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6)
-            if kind == "gz"
-            else zstandard.ZstdCompressor(write_content_size=False).stream_writer(file, closefd=False)
-        )
-        with writer:
-            for _ in range(100):
-                writer.write(zeros)
+    path.write_bytes(_hundred_mib(kind))
     # A process of its own, so that the peak of memory is its own.
     done = subprocess.run(
         [sys.executable, "-c", _UNPACK, str(path), str(tmp_path / "store")],
