@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from trainer_client.static import StaticShape
 
 
+# A token takes so many bytes here (id and mask), and so many on a device (its position too).
+_BYTES_HERE, _BYTES_ON_DEVICE = 5, 9
+
+
+def bytes_here(num_bytes: int, *, on_device: bool) -> int:
+    """What arrays take here (`PackedBatch.num_bytes`) that take `num_bytes` where they are used: here, or on
+    a device, which has one more."""
+    return num_bytes * _BYTES_HERE // _BYTES_ON_DEVICE if on_device else num_bytes
+
+
 class Place(Protocol):
     """Where a stream stands. Its state is a document that few batches are asked for, so it is made then."""
 
@@ -116,7 +126,7 @@ class PackedBatch:
     def num_bytes(self) -> int:
         """What the arrays take in memory, the loss mask as an array counted."""
         pack = self.pack
-        return 5 * len(pack.input_ids) + pack.cu_seqlens.nbytes + pack.example_ids.nbytes
+        return _BYTES_HERE * len(pack.input_ids) + pack.cu_seqlens.nbytes + pack.example_ids.nbytes
 
     def with_upload(self, upload: Upload) -> PackedBatch:
         """The same batch, whose arrays are also on a device."""

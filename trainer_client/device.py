@@ -55,6 +55,15 @@ class Upload:
         return self.views
 
 
+def meant(device: Any) -> torch.device:
+    """The device that is meant here and now: "cuda" without a number is this thread's current one; threads
+    have one each."""
+    found = torch.device(device)
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 def to_device(array: np.ndarray, device: Any) -> torch.Tensor:
     """A tensor that owns its values. Arrow's arrays are read-only, torch's must not be: copied once."""
     return torch.from_numpy(np.array(array, copy=True)).to(device, non_blocking=True)
@@ -69,7 +78,7 @@ def tensors(batch: PackedBatch, device: Any = None) -> Tensors:
     """The batch's arrays as tensors: where they are already, or on `device` (default: the CPU)."""
     if batch.upload is not None:
         there = batch.upload.tensors()
-        if device is None or torch.device(device) == there.input_ids.device:
+        if device is None or meant(device) == there.input_ids.device:
             return there
     target = torch.device("cpu" if device is None else device)
     return Tensors(
@@ -97,10 +106,11 @@ class _Slot:
 
 
 class Uploader:
-    """Copies batches to one device. Used by one thread."""
+    """Copies batches to one device. Made in the training loop's thread, whose current one "cuda" is; used by
+    one thread at a time."""
 
     def __init__(self, device: Any, *, num_slots: int = 2) -> None:
-        self.device = torch.device(device)
+        self.device = meant(device)
         self._slots = [_Slot() for _ in range(num_slots)]
         self._next = 0
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None

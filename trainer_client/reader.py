@@ -123,10 +123,12 @@ class Reader:
     layout: Layout | None = None
     end: Cursor | None = None  # where the iteration ended, once it has
     _state: dict[str, Any] = field(init=False)  # of the stream, at its start
+    _upload: Any = field(init=False)  # puts a batch on the device; None without one
 
     def __post_init__(self) -> None:
         skips = [skip.to_document() for skip in self.skips]
         self._state = to_state(Cursor(), self.split, self.transport.dataset, self.term, skips)
+        self._upload = self._uploader()  # here, in the loop's thread: devices are current to a thread
 
     def cancel(self) -> None:
         """End `batches` from another thread."""
@@ -135,7 +137,7 @@ class Reader:
 
     def batches(self, cursor: Cursor) -> Iterator[PackedBatch]:
         """Batches from the cursor to the end of the term (or without end)."""
-        upload = self._uploader()
+        upload = self._upload
         self._learn_layout(self._retry())
         if self.cancelled.is_set():
             return

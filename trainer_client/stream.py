@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 from packer import traces
 from trainer_client import notices, specs
-from trainer_client.batch import PackedBatch
+from trainer_client.batch import PackedBatch, bytes_here
 from trainer_client.course import (
     Course,
     Layout,
@@ -65,9 +65,11 @@ class PackedStream:
     segment_multiple: pads every segment to a multiple with tokens that train nothing, for context parallelism
         and the like (trainer_client.parallel_multiple), as a dataset packed with it has them: a batch grows
         by less than that many tokens a segment. No part of the state.
-    prefetch_steps, prefetch_bytes: how far a thread reads ahead, in batches and in bytes of their arrays (at
-        least one step; of a MixedStream each stream by itself, of a DataLoader each worker).
-    device: where batches shall be when they are taken; on CUDA they travel beside the training.
+    prefetch_steps, prefetch_bytes: how far a thread reads ahead, in batches and in bytes of their arrays, of
+        those on the device where there is one (at least one step; of a MixedStream each stream by itself, of
+        a DataLoader each worker).
+    device: where batches shall be when they are taken; on CUDA they travel beside the training. "cuda" is the
+        current one of the thread that iterates.
     token: one of a service's PADFREE_TOKENS; None: PADFREE_TOKEN of the environment, where that is set.
     timeout_s: without a step so long it is an error.
     report_s: how often a service is told how long the loop waited for data, for its /metrics; None: never.
@@ -106,7 +108,7 @@ class PackedStream:
         micro_batches, epochs = whole("micro_batches", micro_batches), whole_or_none("epochs", epochs)
         rank, world_size = rank_and_size(rank, world_size, dataset)
         self._prefetch_steps = whole("prefetch_steps", prefetch_steps, least=1)
-        self._prefetch_bytes = whole("prefetch_bytes", prefetch_bytes)
+        self._ahead_bytes = bytes_here(whole("prefetch_bytes", prefetch_bytes), on_device=device is not None)
         self.dataset = find_dataset(source, dataset, token=token, timeout_s=timeout_s)
         self._segment_multiple = require_multiple(segment_multiple)
         self._split = Split(
@@ -181,7 +183,7 @@ class PackedStream:
             size=lambda batch: batch.num_bytes,
             cancel=cancel,
             max_items=self._prefetch_steps,
-            max_bytes=self._prefetch_bytes,
+            max_bytes=self._ahead_bytes,
             meter=self._meter,
         )
         self._prefetcher = weakref.ref(prefetcher)
@@ -291,8 +293,7 @@ class PackedStream:
         return True  # else `if stream` would ask for the length
 
     def num_left_over(self) -> int:
-        """Packs that tail="drop" leaves out of the epoch that the stream stands in. TypeError while the
-        dataset is being packed."""
+        """Packs that tail="drop" leaves out of the present epoch. TypeError while the dataset is packed."""
         layout = self._layout()
         if layout.num_packs is None:
             raise TypeError("not known: the dataset is still being packed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,40 @@ def test_memory_is_not_given_away_while_the_training_stream_reads_it() -> None:
         sums.append(ids.long().sum())  # runs long after the next uploads were asked for
         del ids, batch
     assert [int(value) for value in sums] == wanted
+
+
+def test_device_memory_that_lies_ready_is_bounded(tmp_path: Path) -> None:
+    """By prefetch_bytes, and one batch more: the allocator's count says so while the loop stands still."""
+    dataset = build_dataset(tmp_path, random_packs(600, max_tokens=4096), packs_per_shard=100)
+    bound = 4 << 20
+    before = torch.cuda.memory_allocated()
+    with PackedStream(
+        tmp_path, dataset=dataset, packs_per_step=20, prefetch_steps=1000, prefetch_bytes=bound, device="cuda"
+    ) as stream:
+        batch = next(iter(stream_batches := iter(stream)))
+        of_one = batch.upload.buffer.nbytes
+        for _ in range(200):  # until the reader has read as far as it may
+            before_wait = torch.cuda.memory_allocated()
+            time.sleep(0.05)
+            if torch.cuda.memory_allocated() == before_wait:
+                break
+        held = torch.cuda.memory_allocated() - before
+        assert of_one < bound < held < bound + 5 * of_one
+        del batch, stream_batches
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_cuda_is_the_current_device_of_the_loops_thread(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, random_packs(40), packs_per_shard=7)
+    torch.cuda.set_device(1)
+    try:
+        before = torch.cuda.memory_allocated(0)
+        for batch in PackedStream(tmp_path, dataset=dataset, device="cuda"):
+            for kwargs in (batch.for_transformers(), batch.for_transformers(device="cuda")):
+                assert kwargs["input_ids"].device == torch.device("cuda", 1)
+        assert torch.cuda.memory_allocated(0) == before
+    finally:
+        torch.cuda.set_device(0)
 
 
 def pack_batch(seed: int):

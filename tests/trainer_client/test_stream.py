@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -735,10 +736,12 @@ def test_every_figure_is_told_to_prometheus_in_its_form() -> None:
     "options", [{}, {"micro_batches": 4}, {"device": "cpu"}, {"packs_per_step": 2, "tail": "pad"}]
 )
 def test_reading_ahead_keeps_to_its_bytes(source: str, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Whatever a batch is; one larger than all of them is read all the same."""
+    """Whatever a batch is, of its arrays on the device where there is one (positions too); one larger than
+    all of them is read all the same."""
     dataset = build_dataset(tmp_path, numbered_packs(64, length=1000), packs_per_shard=20)
-    of_one = next(iter(PackedStream(tmp_path, dataset=dataset, **options))).num_bytes
-    assert of_one >= 5000
+    one = next(iter(PackedStream(tmp_path, dataset=dataset, **options)))
+    of_one = one.num_bytes if one.upload is None else one.upload.buffer.nbytes
+    assert of_one >= (5000 if one.upload is None else 9000)
     for bound, num_held in [(0, 1), (1, 1), (of_one, 1), (3 * of_one, 3), (1 << 30, 6)]:
         for num_taken in (1, 3):
             with PackedStream(
@@ -748,6 +751,27 @@ def test_reading_ahead_keeps_to_its_bytes(source: str, tmp_path: Path, options: 
                 for _ in range(num_taken):
                     next(batches)
                 assert len(until_full(stream)) == num_held
+
+
+def test_the_device_is_that_of_the_thread_that_iterates(tmp_path: Path, monkeypatch: Any) -> None:
+    """The current one of CUDA is each thread's own: "cuda" in the reader's would be the first one's."""
+    from trainer_client import device
+
+    main, threads = threading.current_thread(), []
+    current = lambda: 3 if threading.current_thread() is main else 0  # noqa: E731
+    monkeypatch.setattr(device.torch.cuda, "current_device", current)
+    found = {one: str(device.meant(one)) for one in ("cuda", "cuda:1", "cpu")}
+    assert found == {"cuda": "cuda:3", "cuda:1": "cuda:1", "cpu": "cpu"}
+
+    class Uploader(device.Uploader):
+        def __init__(self, where: Any) -> None:
+            threads.append(threading.current_thread())
+            super().__init__(where)
+
+    monkeypatch.setattr(device, "Uploader", Uploader)
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=6)
+    assert taken(PackedStream(tmp_path, dataset=dataset, device="cpu")) == [0, 1, 2, 3]
+    assert threads == [main]
 
 
 def test_of_a_mixture_each_stream_keeps_to_its_own_bytes(source: str, tmp_path: Path) -> None:
