@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -26,6 +27,8 @@ from transformers import (
 from transformers.trainer_callback import ExportableState
 
 from trainer_client import PackedBatch, PackedStream, attention
+
+log = logging.getLogger(__name__)
 
 
 class PackedBatches:
@@ -44,10 +47,7 @@ class PackedBatches:
     def __init__(self, *args: Any, stream: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given: TrainingArguments = self.args
-        if not given.average_tokens_across_devices:
-            raise ValueError(
-                "average_tokens_across_devices: True is required, losses are of all ranks together"
-            )
+        self._require_whole_losses(stream)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # there the model may be in parts already
             with self.compute_loss_context_manager():
                 attention.check(self.model)  # refused, where it would let examples see each other
@@ -64,6 +64,38 @@ class PackedBatches:
         # The stream goes on where it stood by itself: nothing is to be read and thrown away.
         given.ignore_data_skip = True
         self.add_callback(StreamPosition(loop_steps))
+
+    def _require_whole_losses(self, stream: dict[str, Any]) -> None:
+        """ValueError where this training would take other batches, or another loss, than the stream says."""
+        given: TrainingArguments = self.args
+        if not given.average_tokens_across_devices:
+            raise ValueError(
+                "average_tokens_across_devices: True is required, losses are of all ranks together"
+            )
+        if given.n_gpu > 1:
+            raise ValueError(
+                f"one GPU a process is required, found {given.n_gpu}: torch's DataParallel would cut the "
+                f"boundaries of a batch apart; start with torchrun --nproc-per-node {given.n_gpu}, or set "
+                "CUDA_VISIBLE_DEVICES=0"
+            )
+        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
+            raise ValueError(
+                f"compute_loss_func: required for {type(self.model).__name__}, which takes no "
+                "num_items_in_batch and gives the mean of each batch, where packs differ in trained tokens; "
+                "give one that divides the sum by it, as transformers.loss.loss_utils.ForCausalLMLoss does"
+            )
+        if stream.get("epochs") is not None:
+            raise ValueError(
+                f"stream: no epochs are required, found {stream['epochs']}; num_train_epochs or max_steps "
+                "says how long to train"
+            )
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
+        alike = self.get_tp_size() if parallelism is None else parallelism.non_data_parallel_size
+        if alike > 1 and not {"rank", "world_size"} <= stream.keys():
+            raise ValueError(
+                f"stream: rank and world_size of data parallelism are required, since {alike} ranks each are "
+                f"for the same batches: world_size={given.world_size // alike}, one rank for all {alike}"
+            )
 
     def get_train_dataloader(self) -> PackedStream:
         return self.stream
@@ -82,9 +114,12 @@ class PackedBatches:
         if "micro_batches" not in inputs:
             return super().training_step(model, inputs, num_items_in_batch)
         losses = []
+        # What is a mean of each batch (a router's auxiliary loss, in TRL) is divided by their number.
+        self.current_gradient_accumulation_steps *= len(inputs["micro_batches"])
         for batch in inputs["micro_batches"]:
             with contextlib.nullcontext() if batch.step_done else self.accelerator.no_sync(model):
                 losses.append(super().training_step(model, batch.for_transformers(), num_items_in_batch))
+        self.current_gradient_accumulation_steps //= len(inputs["micro_batches"])
         return torch.stack(losses).sum()
 
 
@@ -112,6 +147,16 @@ class StreamPosition(TrainerCallback, ExportableState):
         saved = state.stateful_callbacks.get(type(self).__name__)
         if saved is not None and saved["attributes"]["position"] is not None:
             self.stream.load_state_dict(saved["attributes"]["position"])
+            return
+        state.stateful_callbacks[type(self).__name__] = self.state()  # the Trainer only renews what is there
+        if state.global_step > 0:
+            log.warning(
+                "this checkpoint of step %d holds no place of a stream: training goes on from where the "
+                "stream stands, step %d of epoch %d",
+                state.global_step,
+                self.stream.state_dict()["step"],
+                self.stream.epoch,
+            )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any

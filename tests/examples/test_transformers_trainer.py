@@ -13,6 +13,7 @@ from training import (
     MINIBATCH,
     STEP_SIZE,
     STEPS,
+    VOCAB_SIZE,
     assert_same_weights,
     joined,
     on_ranks,
@@ -21,10 +22,17 @@ from training import (
     rows_of,
     tiny,
 )
-from transformers import Trainer, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers_trainer import PackedTrainer
 
 from trainer_client import PackedStream
+from trainer_client.attention import ExamplesMeet
 
 
 class Observed(PackedTrainer):
@@ -33,6 +41,7 @@ class Observed(PackedTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.received: list[tuple[dict[str, Any], int]] = []
         self.own_counts: list[int] = []
+        self.shares: list[float] = []  # of a step, that each batch's mean counts for
         super().__init__(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any) -> Any:
@@ -45,6 +54,7 @@ class Observed(PackedTrainer):
         self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
     ):
         self.received.append((dict(inputs), int(num_items_in_batch)))
+        self.shares.append(1 / self.current_gradient_accumulation_steps)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @property
@@ -105,6 +115,7 @@ def test_a_step_dataset_trains_as_padding_does(tmp_path: Path) -> None:
     trainer.train()
     wanted, weights = padded_losses(rows, rows_per_step=STEP_SIZE)
     assert len(trainer.received) > 4
+    assert sum(trainer.shares) == pytest.approx(4)
     assert trainer.losses == pytest.approx(wanted, abs=1e-5)
     assert_same_weights(trainer.model.state_dict(), weights)
     assert trainer.state.epoch == 1
@@ -146,6 +157,50 @@ def test_while_packing_runs_max_steps_is_required(tmp_path: Path) -> None:
     trainer.train()
     assert [ids[0] for ids in trainer.ids] == [0, 1]
     trainer.stream.close()
+
+
+def test_a_checkpoint_without_a_stream_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH))
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    Trainer(
+        model=tiny(), args=arguments(tmp_path / "output", max_steps=2, **options),
+        train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}] * 4,
+    ).train()  # fmt: skip
+    trainer = trainer_of(tmp_path, dataset, max_steps=3, **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint of step 2 holds no place of a stream" in caplog.text
+    assert trainer.ids == [next(iter(PackedStream(tmp_path, dataset=dataset))).input_ids.tolist()]
+
+
+def test_what_would_train_another_loss_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = pack_rows(tmp_path, rows_of(2 * MINIBATCH))
+    with pytest.raises(ValueError, match="no epochs are required, found 2"):
+        trainer_of(tmp_path, dataset, max_steps=1, stream={"epochs": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaForCausalLM, "accepts_loss_kwargs", False, raising=False)
+        with pytest.raises(ValueError, match="compute_loss_func: required for LlamaForCausalLM"):
+            trainer_of(tmp_path, dataset, max_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingArguments, "n_gpu", 4)
+        with pytest.raises(ValueError, match="one GPU a process is required, found 4"):
+            trainer_of(tmp_path, dataset, max_steps=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "get_tp_size", lambda self: 2)
+        with pytest.raises(ValueError, match="rank and world_size of data parallelism are required"):
+            trainer_of(tmp_path, dataset, max_steps=1)
+        trainer_of(tmp_path, dataset, max_steps=1, stream={"rank": 0, "world_size": 1}).stream.close()
+
+
+def test_a_model_that_lets_examples_meet_is_refused(tmp_path: Path) -> None:
+    dataset = pack_rows(tmp_path, rows_of(2 * MINIBATCH))
+    sizes = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
+    config = Mamba2Config(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=1, **sizes)
+    with pytest.raises(ExamplesMeet, match="Mamba2Mixer"):
+        Observed(
+            model=Mamba2ForCausalLM(config),
+            args=arguments(tmp_path / "output", max_steps=1),
+            stream={"source": tmp_path, "dataset": dataset},
+        )
 
 
 # ------------------------------------------------------------------ two ranks
