@@ -10,6 +10,7 @@ Raises RenderError where the template cannot do what the job needs, before any r
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -32,8 +33,22 @@ from packer.templates import (
     unmark,
 )
 from packer.tokenization import Tokenizer
-from packer.turns import PROBE_TOOLS, Span, TurnFinder, calling_turn, control_pattern, pointed
-from packer.unprinted import prints_tools, unprinted
+from packer.turns import (
+    PROBE_TOOLS,
+    Span,
+    TurnFinder,
+    calling_turn,
+    control_pattern,
+    num_probe_calls,
+    pointed,
+)
+from packer.unprinted import (
+    prints_all_calls,
+    prints_reasoning,
+    prints_tools,
+    unprinted,
+    unprinted_call,
+)
 
 # Whose words may be missing in a rendering, of all but the user and the assistant.
 _PARTS = {"system": "system", "developer": "system", "tool": "tool", "function": "tool", "ipython": "tool"}
@@ -65,7 +80,9 @@ class Chats:
     ) -> None:
         self.template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
         self.habits, self.prints_calls = learn_habits(self.template)
+        self._prints_all_calls = prints_all_calls(self.template, self.habits)
         self._prints_tools = prints_tools(self.template, PROBE_TOOLS)
+        self._prints_reasoning = prints_reasoning(self.template)
         self.masked = masked
         self._last_only = last_only
         self._names = {
@@ -141,6 +158,14 @@ class Chats:
     def _missing(self, talk: Conversation, text: str) -> frozenset[str]:
         """Whose words the template does not print. Raises RowProblem for a user's or the assistant's."""
         parts = {"tool"} if talk.tools and not self._prints_tools else set()
+        if not self._prints_reasoning and any(message.get("reasoning_content") for message in talk.messages):
+            parts.add("reasoning")
+        if not self._prints_all_calls and (lost := unprinted_call(self.template, talk, text)) is not None:
+            raise RowProblem(
+                f"the chat template does not print all tool calls of message {lost}, or none beside its "
+                "content; use a template that does (tokenizer.chat_template), or give the calls a message "
+                "each, without content"
+            )
         for i in unprinted(self.template, talk, text):
             role = talk.messages[i]["role"]
             if role in ("user", "assistant"):
@@ -281,6 +306,8 @@ def learn_habits(template: ChatTemplate) -> tuple[Habits, bool]:
         for arguments_as_text in (False, True):
             habits = Habits(parts=parts, arguments_as_text=arguments_as_text, null=null)
             text = tried(question, calling_turn(habits), tools=PROBE_TOOLS)
-            if text is not None and "None" not in text and re.search(r'"probe_key": ?"probe_value"', text):
-                return habits, True
+            if text is not None and "None" not in text and num_probe_calls(text):
+                beside = tried(question, {**calling_turn(habits), "content": ""}, tools=PROBE_TOOLS)
+                takes_empty = beside is None or bool(num_probe_calls(beside))
+                return dataclasses.replace(habits, empty=takes_empty), True
     return Habits(parts=parts), False

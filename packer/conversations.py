@@ -61,11 +61,12 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a chat template can take; learned from it by trial (packer.spans)."""
+    """What a chat template can take; learned from it by trial (packer.chats)."""
 
     parts: bool = False  # content in parts
     arguments_as_text: bool = False  # tool-call arguments as JSON text, not as an object
     null: Literal["absent", "empty", "null"] = "absent"  # what content is that is null beside tool calls
+    empty: bool = True  # whether content may be an empty text there; else it is taken for null
 
 
 def kind(value: Any) -> str:
@@ -170,6 +171,9 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
         clean["tool_calls"] = _tool_calls(clean["tool_calls"], name, habits)
         if not clean["tool_calls"]:
             del clean["tool_calls"]
+    if content == "" and not habits.empty and "tool_calls" in clean:
+        content = None
+        del clean["content"]
     if content is None:
         clean |= no_content(habits) if "tool_calls" in clean else {"content": ""}
     reasoning = next((clean[key] for key in _REASONING if key in clean), None)

@@ -50,7 +50,7 @@ class Rendered:
     the batch and reason of each row that could not be rendered. bytes_cut: UTF-8 bytes of text behind the
     tokens that were asked for, which were not tokenized. unlearned: turns that train nothing though their
     role looks like the assistant's, by role. unprinted: rows in which words of a part (system,
-    tool, other) are missing, since the chat template does not print them.
+    tool, other, reasoning) are missing, since the chat template does not print them.
     """
 
     input_ids: NDArray[np.int32]

@@ -15,6 +15,12 @@ from typing import Any
 from packer.roles import unlearned_warnings
 
 MAX_LISTED = 100  # rows left out that are listed by place, of each kind; all are counted
+_UNPRINTED = {
+    "system": "a system message",
+    "tool": "tools or their results",
+    "other": "messages of another role",
+    "reasoning": "reasoning of the assistant",
+}
 PADDED_BATCH = 8  # mini-batch that `padded_fill` assumes where the spec names none
 
 
@@ -32,10 +38,11 @@ class Counters:
     rows_truncated: int = 0  # packed, but cut
     rows_split: int = 0  # packed in more than one piece
     # Rows with words that the chat template does not print: a system message's, those of tools (schemas or
-    # results), or of another role.
+    # results), of another role, or the assistant's reasoning (reasoning_content and the like).
     rows_system_unprinted: int = 0
     rows_tool_unprinted: int = 0
     rows_other_unprinted: int = 0
+    rows_reasoning_unprinted: int = 0
     tokens_in: int = 0  # tokens that were made; of a text far over max_tokens not all are
     bytes_cut: int = 0  # of such texts: the UTF-8 bytes behind, which truncation throws away untokenized
     tokens_packed: int = 0  # padding included
@@ -113,7 +120,7 @@ def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = N
                 f"{count:,} of {counters.rows_in:,} rows ({_percent(count, counters.rows_in)}) {text}"
             )
     found += unprinted_warnings(
-        {part: getattr(counters, f"rows_{part}_unprinted") for part in ("system", "tool", "other")},
+        {part: getattr(counters, f"rows_{part}_unprinted") for part in _UNPRINTED},
         counters.rows_in,
     )
     if counters.packs_untrained:
@@ -195,16 +202,11 @@ def _capacities(parts: Sequence[Mapping[str, Any]], capacities: Sequence[int]) -
 
 
 def unprinted_warnings(counts: Mapping[str, int], num_rows: int) -> list[str]:
-    """Warnings of what chat templates leave out, by part (system, tool, other): any row is worth a word."""
-    what = {
-        "system": "a system message",
-        "tool": "tools or their results",
-        "other": "messages of another role",
-    }
+    """Warnings of what chat templates leave out, by part (of _UNPRINTED): any row is worth a word."""
     return [
         f"{counts[part]:,} of {num_rows:,} rows have {text} that the chat template does not print: these "
         "words are in no token; give a template that prints them (tokenizer.chat_template), or move them"
-        for part, text in what.items()
+        for part, text in _UNPRINTED.items()
         if counts.get(part)
     ]
 

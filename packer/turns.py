@@ -50,6 +50,11 @@ def calling_turn(habits: Habits, num_calls: int = 1) -> dict[str, Any]:
     return {"role": "assistant", **no_content(habits), "tool_calls": calls}
 
 
+def num_probe_calls(text: str) -> int:
+    """How many calls of `calling_turn` are printed, with their arguments."""
+    return len(re.findall(r'"probe_key": ?"probe_value"', text))
+
+
 def control_pattern(words: Iterable[str]) -> re.Pattern[str]:
     """Matches any control word, the longest first."""
     longest_first = sorted(words, key=len, reverse=True)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packer.conversations import Conversation
+from packer.conversations import Conversation, Habits
 from packer.templates import ChatTemplate, RowProblem, unmark
-from packer.turns import pointed_words
+from packer.turns import PROBE_TOOLS, calling_turn, num_probe_calls, pointed_words
 
 _OTHER = "Xqpadfree"  # put behind words, to see whether they have any effect
 
@@ -79,3 +79,43 @@ def prints_tools(template: ChatTemplate, tools: Sequence[Any]) -> bool:
         return template.render(talk, tools) != template.render(talk)
     except RowProblem:
         return True
+
+
+def prints_reasoning(template: ChatTemplate) -> bool:
+    """Whether the reasoning of an answer has a part in what the template prints, by a trial."""
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    thought = {"thinking": _OTHER, "reasoning_content": _OTHER, "reasoning": _OTHER}
+    try:
+        return template.render([question, answer | thought]) != template.render([question, answer])
+    except RowProblem:
+        return True
+
+
+def prints_all_calls(template: ChatTemplate, habits: Habits) -> bool:
+    """Whether every tool call is printed, also of several and beside words, by trials; what is refused is."""
+    question = {"role": "user", "content": "a"}
+    for num_calls in (1, 2):
+        for content in ({}, {"content": "b"}):
+            turn = {**calling_turn(habits, num_calls), **content}
+            try:
+                text = template.render([question, turn], PROBE_TOOLS)
+            except RowProblem:
+                continue
+            if num_probe_calls(text) < num_calls:
+                return False
+    return True
+
+
+def unprinted_call(template: ChatTemplate, talk: Conversation, text: str) -> int | None:
+    """The first message with a tool call that has no part in `text`: without it the rendering is the same."""
+    for i, message in enumerate(talk.messages):
+        calls = message.get("tool_calls") or []
+        for at in range(len(calls)):
+            messages: list[Mapping[str, Any]] = [*talk.messages]
+            messages[i] = {**message, "tool_calls": calls[:at] + calls[at + 1 :]}
+            try:
+                if unmark(template.render(messages, talk.tools))[0] == text:
+                    return i
+            except RowProblem:  # it looked at the calls, at least
+                continue
+    return None

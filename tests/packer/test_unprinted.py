@@ -112,6 +112,57 @@ def test_words_of_the_user_or_the_assistant_that_vanish_make_the_row_an_error(lo
     assert "does not print the words of message 4 (user)" in reason
 
 
+CALLS = "{%- for call in message.tool_calls or [] %}{{- '<call>' + call.function | tojson }}{%- endfor %}"
+# Prints calls only where content is null, as DeepSeek's; or of several calls the first.
+NULL_CALLS = DROPPING.replace(CALLS, "{%- if message.content is none %}" + CALLS + "{%- endif %}").replace(
+    "(message.content or '') | trim", "message.content if message.content is not none else ''"
+)
+FIRST_CALL = DROPPING.replace("message.tool_calls or []", "(message.tool_calls or [])[:1]")
+OTHER_CALL = {"id": "2", "type": "function", "function": {"name": "g", "arguments": {"b": 2}}}
+
+
+@pytest.mark.parametrize("loss", ["assistant", "all"])
+def test_tool_calls_that_vanish_make_the_row_an_error(loss: str) -> None:
+    assert NULL_CALLS != DROPPING != FIRST_CALL
+    question = said("user", "hi")
+    told = "does not print all tool calls of message 1"
+    [(_, reason)] = rendered(NULL_CALLS, question, calling(CALL, content="Wait."), loss=loss).errors
+    assert told in reason
+    [(_, reason)] = rendered(FIRST_CALL, question, calling(CALL, OTHER_CALL), loss=loss).errors
+    assert told in reason
+    for chat_template, message in (
+        (FIRST_CALL, calling(CALL, content="Wait.")),
+        (NULL_CALLS, calling(CALL, OTHER_CALL)),
+        (NULL_CALLS, answer("yes")),
+        (DROPPING, calling(CALL, OTHER_CALL, content="Wait.")),
+    ):
+        assert rendered(chat_template, question, message, loss="all").errors == []
+
+
+def test_an_empty_content_beside_calls_is_null_where_the_template_needs_that() -> None:
+    question = said("user", "hi")
+    empty, null = (
+        rendered(NULL_CALLS, question, calling(CALL, content=one), loss="all") for one in ("", None)
+    )
+    assert (empty.errors, null.errors) == ([], [])
+    assert empty.input_ids.tolist() == null.input_ids.tolist()
+
+
+def test_reasoning_that_is_dropped_is_counted() -> None:
+    talk = [said("user", "hi"), answer("yes", reasoning_content="so"), said("user", "ho"), answer("no")]
+    for loss in ("assistant", "all"):
+        out = rendered(DROPPING, *talk, loss=loss)
+        assert (out.unprinted, out.errors) == ({"reasoning": 1}, [])
+    assert rendered(DROPPING, talk[0], answer("yes", thinking="so")).unprinted == {"reasoning": 1}
+    assert rendered(DROPPING, talk[0], answer("yes", reasoning_content="")).unprinted == {}
+    # What a template prints of the last answer alone, by design, is not dropped.
+    printing = DROPPING.replace(
+        "(message.content or '')",
+        "((message.reasoning_content or '') if loop.last else '') + (message.content or '')",
+    )
+    assert rendered(printing, *talk).unprinted == {}
+
+
 def test_the_report_and_the_preview_warn(tmp_path: Path) -> None:
     rows = [
         toy.chat(("system", "w40"), ("user", "a"), ("assistant", "b")),
