@@ -126,13 +126,16 @@ class Uploader:
             return Upload(buffer=buffer, views=_views(buffer, arrays, offsets))
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        pinned = slot.take(num_bytes)
-        _fill(pinned, arrays, offsets)
-        with torch.cuda.stream(self._stream):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            buffer.copy_(pinned, non_blocking=True)
-            slot.copied = torch.cuda.Event()
-            slot.copied.record(self._stream)
+        # Current to the reader's thread is the first device. What goes back to that makes a context on it, half
+        # a gigabyte for each rank of a machine.
+        with torch.cuda.device(self.device):
+            pinned = slot.take(num_bytes)
+            _fill(pinned, arrays, offsets)
+            with torch.cuda.stream(self._stream):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+                buffer.copy_(pinned, non_blocking=True)
+                slot.copied = torch.cuda.Event()
+                slot.copied.record(self._stream)
         return Upload(buffer=buffer, views=_views(buffer, arrays, offsets), ready=slot.copied)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -100,6 +102,26 @@ def test_cuda_is_the_current_device_of_the_loops_thread(tmp_path: Path) -> None:
         assert torch.cuda.memory_allocated(0) == before
     finally:
         torch.cuda.set_device(0)
+
+
+USED = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_rank_of_another_device_takes_no_memory_of_the_first(tmp_path: Path) -> None:
+    """Not even a context, of half a gigabyte: the reader's thread begins with the first device as its own."""
+    dataset = build_dataset(tmp_path, random_packs(40), packs_per_shard=7)
+    program = (
+        "import subprocess, sys, torch; from trainer_client import PackedStream\n"
+        "torch.cuda.set_device(1)\n"
+        "stream = PackedStream(sys.argv[1], dataset=sys.argv[2], device='cuda')\n"
+        "for batch in stream: batch.for_transformers()\n"
+        "print(subprocess.check_output(sys.argv[3:], text=True))"
+    )
+    before = int(subprocess.check_output(USED, text=True))
+    command = [sys.executable, "-c", program, str(tmp_path), dataset, *USED]
+    within = int(subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout)
+    assert within - before < 100  # MiB
 
 
 def pack_batch(seed: int):
