@@ -126,8 +126,8 @@ class Uploader:
             return Upload(buffer=buffer, views=_views(buffer, arrays, offsets))
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        # Current to the reader's thread is the first device. What goes back to that makes a context on it, half
-        # a gigabyte for each rank of a machine.
+        # The reader's thread has the first device as its own. To go back to that makes a context on it: half
+        # a gigabyte there for each rank of a machine.
         with torch.cuda.device(self.device):
             pinned = slot.take(num_bytes)
             _fill(pinned, arrays, offsets)
