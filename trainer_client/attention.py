@@ -232,11 +232,12 @@ def _boundaries(batch: int, length: int, device: torch.device, kwargs: dict[str,
     source = given if given is not None else kwargs.get("position_ids")
     if source is None:
         return Boundaries(_row_starts(batch, length, device), length)
-    if torch.compiler.is_compiling():  # a graph keeps what all layers share by itself
+    # A graph keeps what all layers share by itself; tensors of inference mode do not tell whether they were
+    # written to since.
+    if torch.compiler.is_compiling() or source.is_inference():
         return _made_boundaries(batch, length, given, source, kwargs)
     kept = getattr(_last, "kept", None)
-    version = 0 if source.is_inference() else source._version  # whether it was written to since
-    key = (version, batch, length)
+    key = (source._version, batch, length)
     if kept is not None and kept[0]() is source and kept[1] == key:
         return kept[2]
     bounds = _made_boundaries(batch, length, given, source, kwargs)

@@ -107,9 +107,14 @@ def _as_in_training(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _logits(model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """(num_tokens, size of the vocabulary), or hidden states of a model without a head."""
+    """(num_tokens, size of the vocabulary), or hidden states of a model without a head. Raises ValueError."""
     out = model(**inputs)
     found = out.logits if getattr(out, "logits", None) is not None else out[0]
+    if found.dim() != 3 or found.shape[1] < inputs["input_ids"].shape[1]:
+        raise ValueError(
+            f"a model with an output for every token is required, found {type(model).__name__} with outputs "
+            f"of shape {tuple(found.shape)} for {inputs['input_ids'].shape[1]} tokens"
+        )
     return found[0]
 
 

@@ -192,3 +192,11 @@ def test_what_a_batch_is_given_in_the_training_is_what_is_checked() -> None:
     with pytest.raises(ValueError, match="can't keep packed sequences apart"):
         attention.check(model_of(*MEETING["bamba"][:3]), seq_idx=True)
     attention.check(model_of(*APART["llama"]), static=True)
+
+
+def test_a_model_with_one_output_a_row_is_told() -> None:
+    model = model_of("LlamaForSequenceClassification", {**SIZES, "pad_token_id": 0}, "padfree")
+    with pytest.raises(
+        ValueError, match=r"an output for every token is required.*Classification.*shape \(1, 2\) for 35"
+    ):
+        attention.check(model)
