@@ -39,6 +39,11 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
+def parse_value(text: str) -> Any:
+    """A JSON value, whole numbers as they are. Raises ValueError."""
+    return json.loads(text) if LONG_NUMBER.search(text.encode("utf-8", "replace")) else orjson.loads(text)
+
+
 def _parse_slowly(raw: bytes) -> Any:
     """What orjson refuses and JSON as Python writes it allows; else the reason."""
     raw = raw.rstrip()

@@ -18,7 +18,7 @@ from packer.sources.values import MARK, FileIndex, RecordFile
 from packer.spec import InputFile
 from packer.store import Store
 
-INDEX_VERSION = "1"  # raise it when the same input comes to have other records or places
+INDEX_VERSION = "2"  # raise it when the same input comes to have other records or places
 _DIGEST_BYTES = 32
 
 

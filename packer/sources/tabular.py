@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packer.sources.ids import list_values
+from packer.sources.jsontypes import json_values
 from packer.sources.parse import RowFault
 from packer.sources.values import MARK, MARK_BYTES, MIB, SourceError
 
@@ -194,7 +195,7 @@ def rows_of(batch: pa.RecordBatch) -> Rows:
 def _values(column: pa.Array) -> list[Any]:
     found = list_values(column)
     if found is None:
-        return column.to_pylist()
+        return json_values(column)
     flat, lengths = found
     return np.split(flat, np.cumsum(lengths)[:-1]) if len(column) else []
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from packer.sources.jsontypes import is_list
 from packer.sources.masks import mask_reason, masks_in, may_mask
 from packer.sources.parse import JOIN, RowFault, roots
 from packer.spec import Format, Loss, SourceSpec, What
@@ -127,16 +128,11 @@ def _may_be_list_or_text(of: pa.DataType) -> bool:
     """Whether a column may hold lists of numbers, or their JSON text, or words."""
     if pa.types.is_dictionary(of):
         return _may_be_list_or_text(of.value_type)
+    if isinstance(of, pa.BaseExtensionType):
+        return _may_be_list_or_text(of.storage_type)
     if pa.types.is_string(of) or pa.types.is_large_string(of) or pa.types.is_string_view(of):
         return True
-    lists = (
-        pa.types.is_list,
-        pa.types.is_large_list,
-        pa.types.is_fixed_size_list,
-        pa.types.is_list_view,
-        pa.types.is_large_list_view,
-    )
-    return any(is_list(of) for is_list in lists) and not pa.types.is_nested(of.value_type)
+    return is_list(of) and not pa.types.is_nested(of.value_type)
 
 
 def _input_reason(name: str) -> str:
