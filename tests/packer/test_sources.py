@@ -550,7 +550,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, seed: int | None) -> None:
 @pytest.mark.parametrize("form", ["parquet", "parquet.zst", "arrow", "stream.arrow", "arrow.gz"])
 def test_tables_of_every_form(tmp_path: Path, seed: int | None, form: str) -> None:
     rows = [
-        {"text": f"t{i}", "unused": i, "messages": [{"role": "user", "content": None, "n": i}]}
+        {"text": f"t{i}", "unused": i, "messages": [{"role": "user", "content": "c", "n": i}]}
         for i in range(1000)
     ]
     table = pa.Table.from_pylist(rows)
