@@ -185,20 +185,22 @@ def test_boundaries_from_position_ids_alone_also_in_several_rows() -> None:
             torch.testing.assert_close(packed[row : row + 1, start:end], alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("with_boundaries", [False, True])
 @torch.inference_mode()
-def test_buffers_of_inference_mode_may_be_written_to_again() -> None:
-    """They have no version: what was found for a batch in them is not kept."""
+def test_buffers_of_inference_mode_may_be_written_to_again(with_boundaries: bool) -> None:
+    """They have no version: what was found for a batch in them is not kept for the next."""
     model = model_of("llama", "padfree").eval()
     ids, positions, cu_seqlens = torch.arange(8)[None], torch.zeros(1, 8).long(), torch.zeros(3).int()
+    given = {"cu_seq_lens_q": cu_seqlens} if with_boundaries else {}
+    packed = {}
     for first in (3, 5, 1):
         positions.copy_(torch.tensor([[*range(first), *range(8 - first)]]))
         cu_seqlens.copy_(torch.tensor([0, first, 8]))
-        alone = model(input_ids=ids[:, :first], use_cache=False).logits
-        for given in ({}, {"cu_seq_lens_q": cu_seqlens}):
-            packed = model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
-            torch.testing.assert_close(packed[:, :first], alone, atol=1e-5, rtol=0)
-            last = model(input_ids=ids[:, first:], use_cache=False).logits
-            torch.testing.assert_close(packed[:, first:], last, atol=1e-5, rtol=0)
+        packed[first] = model(input_ids=ids, position_ids=positions, use_cache=False, **given).logits
+    for first, logits in packed.items():
+        for own in (slice(0, first), slice(first, 8)):
+            alone = model(input_ids=ids[:, own], use_cache=False).logits
+            torch.testing.assert_close(logits[:, own], alone, atol=1e-5, rtol=0)
 
 
 def test_boundaries_of_one_batch_are_not_kept_for_the_next() -> None:
