@@ -117,8 +117,8 @@ class Kernel:
             return f"it needs CUDA, tensors are on {call.q.device.type}"
         if self.cuda_half_only and call.q.dtype not in (torch.float16, torch.bfloat16):
             return f"it needs float16 or bfloat16, found {call.q.dtype}"
-        if call.q.shape[-1] > self.max_dim:
-            return f"it takes heads of up to {self.max_dim}, found {call.q.shape[-1]}"
+        if (dim := max(call.q.shape[-1], call.v.shape[-1])) > self.max_dim:
+            return f"it takes heads of up to {self.max_dim}, found {dim}"
         if call.softcap is not None and not self.softcap:
             return "it has no softcap"
         if call.dropout and not self.dropout:
@@ -243,13 +243,17 @@ def _window(call: Call, none: int | None = -1) -> tuple[int | None, int | None]:
     return (call.window - 1, 0)
 
 
+def _scale(call: Call) -> float:
+    return call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+
+
 def _flash(call: Call, function: Any) -> torch.Tensor:
     """flash_attn_varlen_func of FlashAttention 2, 3 and 4."""
     accepted = _accepted(function)
     wanted: dict[str, Any] = {
         "cu_seqlens_q": call.bounds.cu_seqlens,
         "cu_seqlens_k": call.bounds.cu_seqlens,
-        "softmax_scale": call.scale,
+        "softmax_scale": _scale(call),
         "causal": call.causal,
     }
     # Newest betas of FlashAttention 4 find the longest segment themselves.
@@ -266,12 +270,19 @@ def _flash(call: Call, function: Any) -> torch.Tensor:
         raise AttentionRefused(
             f"the installed {function.__module__} does not take {', '.join(sorted(missing))}"
         )
-    # One head size for all three: values that are narrower (MLA) are widened with zeros and cut again.
-    dim, value_dim = call.q.shape[-1], call.v.shape[-1]
-    v = functional.pad(call.v, [0, dim - value_dim]) if value_dim < dim else call.v
-    out = function(call.q, call.k, v, **wanted)
+    out = function(*_of_one_size(call), **wanted)
     out = out[0] if isinstance(out, tuple) else out
-    return out[..., :value_dim]
+    return out[..., : call.v.shape[-1]]
+
+
+def _of_one_size(call: Call) -> tuple[torch.Tensor, ...]:
+    """q, k and v with heads of one size, a multiple of 8, as kernels want them: widened with zeros, which
+    change no score. What comes out is to be cut to the size of v."""
+    widest = -(-max(call.q.shape[-1], call.v.shape[-1]) // 8) * 8
+    return tuple(
+        functional.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x
+        for x in (call.q, call.k, call.v)
+    )
 
 
 @torch.compiler.disable  # its interface compiles kernels itself; traced, graphs were seen to grow without end
@@ -286,7 +297,7 @@ def _flash4(call: Call, function: Any) -> torch.Tensor:
 
 
 def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
-    q, k, v = call.q, call.k, call.v
+    q, k, v = _of_one_size(call)
     extra: dict[str, Any] = {}
     if (groups := q.shape[1] // k.shape[1]) > 1:
         if "enable_gqa" in _accepted(function):
@@ -294,7 +305,7 @@ def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
         else:  # torch 2.11
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     left = -1 if call.window is None else call.window - 1
-    return function(
+    out = function(
         q,
         k,
         v,
@@ -302,10 +313,11 @@ def _torch_varlen(call: Call, function: Any) -> torch.Tensor:
         call.bounds.cu_seqlens,
         call.bounds.max_seqlen,
         call.bounds.max_seqlen,
-        scale=call.scale,
+        scale=_scale(call),
         window_size=(left, 0 if call.causal else -1),
         **extra,
     )
+    return out[..., : call.v.shape[-1]]
 
 
 KERNELS = {

@@ -328,6 +328,38 @@ def test_a_build_that_leaves_a_feature_out_is_not_trusted_with_it(
     torch.testing.assert_close(chosen, exact)
 
 
+@pytest.mark.parametrize("name", ["flash2", "torch"])
+@pytest.mark.parametrize(("dim", "value_dim"), [(24, 16), (16, 24), (20, 20), (13, 5)])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_kernels_get_heads_of_one_size_that_is_a_multiple_of_8(
+    name: str, dim: int, value_dim: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernel(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *boundaries: Any, scale: float | None = None,
+        softmax_scale: float | None = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+        max_seqlen_q: int = 0, max_seqlen_k: int = 0, causal: bool = True, window_size: Any = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+        assert q.shape[-1] % 8 == 0
+        call = Call(
+            q=q, k=k, v=v, bounds=Boundaries(boundaries[0] if boundaries else cu_seqlens_q),
+            scale=scale or softmax_scale, causal=True, window=None, softcap=None, dropout=0.0,
+        )  # fmt: skip
+        return attention_kernels.per_segment(call, torch.nn.functional.scaled_dot_product_attention)
+
+    monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], cuda_half_only=False))
+    monkeypatch.setitem(attention_kernels._functions, name, kernel)
+    tensors = [torch.randn(1, 2, 12, size) for size in (dim, dim, value_dim)]
+    options: dict[str, Any] = {"position_ids": torch.tensor([[*range(5), *range(7)]]), "scaling": scale}
+    found, wanted = (
+        attention.attend(torch.nn.Module(), *tensors, backend=backend, **options)
+        for backend in (name, "sdpa")
+    )
+    assert found.shape == (1, 12, 2, value_dim)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_dropout_reaches_the_kernel() -> None:
     batch = batch_of()
     attention.register()
