@@ -13,7 +13,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from train_tiny import tiny_model
@@ -44,13 +44,17 @@ class PackedBatches:
     the examples of a batch apart is refused.
     """
 
+    # What batch.for_transformers is given: {"seq_idx": True} for models that take it, {"static": True} with
+    # torch_compile. For a subclass to say.
+    batch_options: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, *args: Any, stream: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given: TrainingArguments = self.args
         self._require_whole_losses(stream)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # there the model may be in parts already
             with self.compute_loss_context_manager():
-                attention.check(self.model)  # refused, where it would let examples see each other
+                attention.check(self.model, **self.batch_options)  # refused, where examples would meet
         options = {"rank": given.process_index, "world_size": given.world_size, "epochs": None, **stream}
         if given.device.type == "cuda":
             options.setdefault("device", given.device)
@@ -106,8 +110,11 @@ class PackedBatches:
         """The inputs of one optimiser step, `num_batches` steps of the stream, and its trained tokens."""
         steps = [_step(epoch_iterator) for _ in range(num_batches)]
         num_items = sum(step[-1].num_items_in_batch for step in steps)
-        inputs = [step[0].for_transformers() if len(step) == 1 else {"micro_batches": step} for step in steps]
+        inputs = [self._inputs(step[0]) if len(step) == 1 else {"micro_batches": step} for step in steps]
         return inputs, torch.tensor(num_items, device=device)
+
+    def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
+        return batch.for_transformers(**self.batch_options)
 
     def training_step(self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         """Of a `step` dataset: forward and backward for each micro-batch; else as ever."""
@@ -118,7 +125,7 @@ class PackedBatches:
         self.current_gradient_accumulation_steps *= len(inputs["micro_batches"])
         for batch in inputs["micro_batches"]:
             with contextlib.nullcontext() if batch.step_done else self.accelerator.no_sync(model):
-                losses.append(super().training_step(model, batch.for_transformers(), num_items_in_batch))
+                losses.append(super().training_step(model, self._inputs(batch), num_items_in_batch))
         self.current_gradient_accumulation_steps //= len(inputs["micro_batches"])
         return torch.stack(losses).sum()
 

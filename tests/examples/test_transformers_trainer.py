@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -189,6 +189,22 @@ def test_what_would_train_another_loss_is_refused(tmp_path: Path, monkeypatch: p
         with pytest.raises(ValueError, match="rank and world_size of data parallelism are required"):
             trainer_of(tmp_path, dataset, max_steps=1)
         trainer_of(tmp_path, dataset, max_steps=1, stream={"rank": 0, "world_size": 1}).stream.close()
+
+
+@pytest.mark.parametrize("packing", [{}, STEPS])
+def test_batch_options_reach_the_model_and_change_no_loss(tmp_path: Path, packing: dict[str, Any]) -> None:
+    class Static(Observed):
+        batch_options: ClassVar[dict[str, Any]] = {"static": True, "seq_idx": True}
+
+    dataset = pack_rows(tmp_path, rows_of(4 * MINIBATCH), **packing)
+    plain = trainer_of(tmp_path, dataset, max_steps=2)
+    given = {"source": tmp_path, "dataset": dataset}
+    static = Static(model=tiny(), args=arguments(tmp_path / "output", max_steps=2), stream=given)
+    for trainer in (plain, static):
+        trainer.train()
+    assert static.losses == pytest.approx(plain.losses, abs=1e-5)
+    assert len({len(ids) for ids in static.ids}) == 1
+    assert all("seq_idx" in inputs for inputs, _ in static.received)
 
 
 def test_a_model_that_lets_examples_meet_is_refused(tmp_path: Path) -> None:
