@@ -1,5 +1,9 @@
 """What all tests share."""
 
+import os
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A shared machine is slow at times; what a test shows does not depend on how long it takes. Nor on chance:
@@ -9,3 +13,11 @@ slow = [HealthCheck.too_slow]
 settings.register_profile("padfree", deadline=None, suppress_health_check=slow, derandomize=True)
 settings.register_profile("explore", deadline=None, suppress_health_check=slow, print_blob=True)
 settings.load_profile("padfree")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_disk_is_waited_for() -> Iterator[None]:
+    """No test cuts the power, which alone takes what was written but not synced: and that takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import os
 import pickle
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from packing_job import pack_document, spec_of, write_rows, write_tokenizer
+from packing_job import Packed, pack_document, spec_of, write_rows, write_tokenizer
 from s3 import Objects, environment, s3_server, use
 from serving import messages, running, spawned, wait_for
 
@@ -67,6 +69,23 @@ def document(tmp_path: Path, suffix: str, **more: Any) -> dict[str, Any]:
     return spec_of(path, write_tokenizer(tmp_path / "tokenizer"), packing={"max_tokens": 64}, **more)
 
 
+@functools.cache
+def packed_once(seed: int | None) -> tuple[Packed, Objects]:
+    """These rows packed into an empty object store, and all that lies there then."""
+    objects: Objects = {"bucket/": b""}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PADFREE_CACHE_DIR", f"{folder}/cache")
+        with s3_server(objects) as url, use(url, patch):
+            packed = pack_document(STORE, document(Path(folder), ".jsonl", shuffle_seed=seed))
+    return packed, objects
+
+
+def packed_into(remote: Remote, seed: int | None = None) -> Packed:
+    packed, objects = packed_once(seed)
+    remote.objects.update(objects)
+    return packed
+
+
 class OtherMachines(InlineRunner):
     """Every task has what a worker on another machine has: pickled arguments and a cache of its own."""
 
@@ -109,7 +128,7 @@ def test_workers_elsewhere_write_the_same_bytes_as_into_a_folder(
 
 
 def test_it_is_served_from_the_cache_and_read_without_a_service(remote: Remote, tmp_path: Path) -> None:
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     with running(STORE, runner=None) as server:
         first = server.stream(packed.job.dataset).body
         remote.calls.clear()
@@ -153,7 +172,7 @@ def test_a_copy_that_was_damaged_after_it_was_fetched_is_fetched_again(
     remote: Remote, tmp_path: Path, damage: str, batches: str
 ) -> None:
     """As a power cut leaves it, or a failing disk. The dataset itself is well."""
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     dataset, wanted = packed.job.dataset, [one.input_ids.tolist() for one in packed.packs]
     assert len([name for name in remote.objects if "/shards/" in name]) > 0
     assert trained(STORE, dataset) == wanted  # now there are copies
@@ -185,7 +204,7 @@ def footer(data: bytes) -> bytes:
 def test_a_damaged_copy_is_never_handed_out_as_a_file(
     remote: Remote, tmp_path: Path, damage: Callable[[bytes], bytes], asked: str
 ) -> None:
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     dataset = packed.job.dataset
     wanted = open_store(STORE).get(f"{dataset_key(dataset)}/shards/000000-000.arrow")
     with running(STORE, runner=None) as server:
@@ -207,7 +226,7 @@ def test_a_damaged_copy_is_never_handed_out_as_a_file(
 
 
 def test_a_copy_is_compared_with_its_digest_once(remote: Remote, tmp_path: Path) -> None:
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     path = f"/v1/datasets/{packed.job.dataset}/shards/0"
     with running(STORE, runner=None) as server:
         assert server.service is not None
@@ -224,7 +243,7 @@ def test_a_copy_is_compared_with_its_digest_once(remote: Remote, tmp_path: Path)
 
 
 def test_a_disk_that_damages_every_copy_is_told(remote: Remote, tmp_path: Path) -> None:
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     with running(STORE, runner=None) as server:
         assert server.service is not None
         server.service.files._digest = lambda *args: "another"  # type: ignore[method-assign]
@@ -236,7 +255,7 @@ def test_a_disk_that_damages_every_copy_is_told(remote: Remote, tmp_path: Path) 
 
 def test_a_copy_whose_footer_is_damaged_gives_the_same_packs(remote: Remote, tmp_path: Path) -> None:
     """Who reads packs goes by the row index; who reads the file itself finds it, and has it fetched."""
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     dataset, wanted = packed.job.dataset, [one.input_ids.tolist() for one in packed.packs]
     assert trained(STORE, dataset) == wanted
     for copy in (tmp_path / "cache").iterdir():
@@ -250,7 +269,7 @@ def test_a_copy_whose_footer_is_damaged_gives_the_same_packs(remote: Remote, tmp
 
 
 def test_an_object_that_is_damaged_itself_is_no_matter_of_copies(remote: Remote, tmp_path: Path) -> None:
-    packed = pack_document(STORE, document(tmp_path, ".jsonl"))
+    packed = packed_into(remote)
     (name,) = [name for name in remote.objects if name.endswith("shards/000000-000.arrow")]
     remote.objects[name] = flip(remote.objects[name])
     with pytest.raises(StreamTimeout, match=r"000000-000.arrow.*sha256 .* is required, found"):
@@ -271,7 +290,7 @@ def test_finished_datasets_cost_few_calls_while_nothing_happens(
 ) -> None:
     monkeypatch.setattr("service.scheduler._SCAN_S", 0.1)
     for seed in range(3):
-        pack_document(STORE, document(tmp_path, ".jsonl", shuffle_seed=seed))
+        packed_into(remote, seed)
     with running(STORE, runner=InlineRunner()) as server:
         service = server.service
         assert service is not None
@@ -315,9 +334,7 @@ def test_a_dataset_that_may_not_be_read_is_told_alike_everywhere(
     name: str, remote: Remote, tmp_path: Path
 ) -> None:
     """One object, or all of a dataset, that the store refuses us: the others are listed and served."""
-    good, bad = (
-        pack_document(STORE, document(tmp_path, ".jsonl", shuffle_seed=seed)).job.dataset for seed in (1, 2)
-    )
+    good, bad = (packed_into(remote, seed).job.dataset for seed in (1, 2))
     remote.refused.add(f"bucket/store/{dataset_key(bad, name)}")
     with running(STORE, runner=InlineRunner(), data_roots=(tmp_path,)) as server:
         views = {view["id"]: view for view in server.get("/v1/datasets").json["datasets"]}
@@ -343,7 +360,7 @@ def test_a_dataset_that_may_not_be_read_is_told_alike_everywhere(
 def test_a_cache_that_cannot_be_written_is_no_damage_of_the_dataset(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    dataset = pack_document(STORE, document(tmp_path, ".jsonl")).job.dataset
+    dataset = packed_into(remote).job.dataset
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "file/cache"))
     with pytest.raises(SettingsError, match="PADFREE_CACHE_DIR"):
