@@ -22,10 +22,11 @@ $(VENV)/.complete: requirements.txt requirements-torch.txt pyproject.toml
 demo: venv
 	$(BIN)/python examples/demo.py
 
+# In two processes: half of the time goes by waiting. A file's tests stay together and in order.
 test: venv
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
-# Those of more than ten seconds: kills, restarts, thousands of random inputs. Containers are apart, below.
+# Those of more than ten seconds: kills, restarts, thousands of random inputs. One at a time; containers apart, below.
 test-slow: venv
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/deploy/test_compose.py --durations=20 $(ARGS)
 

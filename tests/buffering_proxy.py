@@ -55,7 +55,7 @@ class BufferingProxy:
     def __exit__(self, *_: object) -> None:
         self._stopping.set()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
         self._listener.close()
 

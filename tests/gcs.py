@@ -119,7 +119,7 @@ def gcs_server(root: Path) -> Iterator[str]:
             yield process.stdout.readline().strip()
         finally:
             process.stdin.close()  # which ends it, as does the end of this process
-            process.wait(10)
+            process.wait(60)
 
 
 def _main() -> None:

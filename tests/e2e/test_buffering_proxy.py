@@ -77,7 +77,8 @@ def test_slow_bytes_that_are_held_back_are_no_silence(server: Server, dataset: s
     with BufferingProxy(server.port, bytes_a_second=bytes_a_second) as proxy:
         stream, through = run(proxy.url, dataset, epochs=1, timeout_s=1.0)
     assert through == run(server.url, dataset, epochs=1)[1]
-    assert stream.stats().num_retries <= 2
+    # The first asks for too much; few others, where the machine stands still.
+    assert 0 < stream.stats().num_retries < proxy.num_streams / 4
     assert proxy.most_held_bytes < NUM_PACKS * PACK_BYTES / 2
 
 

@@ -150,7 +150,7 @@ runner.close()
             assert using.stdout.readline().strip() == "ready"
             _kill(first)
             assert using.stdout.readline().startswith("lost the Ray cluster is gone")
-            assert using.wait(30) == 0
+            assert using.wait(60) == 0
         finally:
             if using.poll() is None:
                 using.kill()

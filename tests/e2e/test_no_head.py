@@ -45,7 +45,7 @@ def test_the_joining_process_ends_with_the_service(tmp_path: Path, number: signa
         wait_for(lambda: b"/ray/" in Path(f"/proc/{helper}/maps").read_bytes())  # Ray is at work
         try:
             service.process.send_signal(number)
-            assert service.process.wait(30) == (0 if number == signal.SIGTERM else -number)
+            assert service.process.wait(60) == (0 if number == signal.SIGTERM else -number)
             if number == signal.SIGKILL:
                 wait_for(
                     lambda: not is_there(helper),

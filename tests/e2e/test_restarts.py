@@ -31,7 +31,7 @@ def test_f43_twenty_restarts_of_the_service_change_nothing_that_is_trained(tmp_p
             if len(seen) % 5 == 3 and num_restarts < 20:
                 assert server.process is not None
                 os.kill(server.process.pid, signal.SIGTERM if num_restarts % 2 else signal.SIGKILL)
-                server.process.wait(30)
+                server.process.wait(60)
                 server = servers.enter_context(spawned(tmp_path, port=port))
                 num_restarts += 1
     assert num_restarts == 20

@@ -189,7 +189,7 @@ class Reading:
             self.error = error
 
     def join(self):
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.connection.close()
 

@@ -169,7 +169,7 @@ class Listening:
                 lines.append(line.decode().rstrip("\n"))
 
     def join(self):
-        self.thread.join(20)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.connection.close()
         return self.got

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
 import threading
@@ -207,13 +208,17 @@ def test_its_own_loader_with_persistent_workers_goes_where_the_stream_is_put(tmp
 
 
 def test_persistent_workers_of_another_loader_that_was_broken_off_lose_nothing_in_silence(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = build_dataset(tmp_path, numbered_packs(20), packs_per_shard=6)
     batches = loader(PackedDataset(tmp_path, dataset=dataset), 2, persistent_workers=True)
     assert taken(itertools.islice(batches, 5)) == list(range(5))
     with pytest.raises(RuntimeError, match=r"broken off.*PackedDataset.loader\(\)"):
         next(iter(batches))
+    # torch does not tell these workers of the end, and would wait for each for five seconds.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.05)
+    del batches
+    gc.collect()
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -85,7 +85,7 @@ def in_time(call: Any) -> Any:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     assert found, "it waits for itself"
     return found[0]
 
@@ -107,7 +107,7 @@ def test_a_signal_within_taking_a_batch_may_close_the_stream(num_ready: int) -> 
 
     def source() -> Any:
         yield from range(num_ready)
-        cancelled.wait(30)
+        cancelled.wait(60)
 
     items = Prefetcher(
         source, size=lambda _: 1, cancel=cancelled.set, max_items=4, max_bytes=1 << 20, meter=Meter()
