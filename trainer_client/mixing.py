@@ -24,7 +24,7 @@ from trainer_client.batch import PackedBatch, join
 from trainer_client.course import Standing
 from trainer_client.errors import StateMismatch
 from trainer_client.options import whole
-from trainer_client.prefetch import Meter, StreamStats, Watch
+from trainer_client.prefetch import Meter, StreamStats
 from trainer_client.stream import PackedStream
 
 log = logging.getLogger(__name__)
@@ -146,14 +146,15 @@ class MixedStream:
         return self._batches([iter(one) for one in self.streams], self._iteration)
 
     def _batches(self, iterators: list[Iterator[PackedBatch]], iteration: int) -> Iterator[PackedBatch]:
-        watch, is_empty = Watch(self._meter), True
+        self._meter.begin()
+        is_empty = True
         while True:
             asked_at = time.monotonic()
             drawn = self._drawn(iterators)
             batch = self._mixed(drawn) if drawn else None
             self._drawn_since = None
             if batch is not None:
-                watch.got(asked_at)
+                self._meter.got(asked_at)
                 self._meter.num_batches += 1
                 self._meter.num_tokens += len(batch.input_ids)
                 yield batch

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 _JOIN_S = 5.0
 _HURRY_S = 0.0002  # a loop that comes back sooner does next to nothing with a batch
 _REST_S = 0.005
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,22 @@ class Meter:
         self.first_batch_s = self.get_wait_s = self.put_wait_s = self.elapsed_s = 0.0
         self.idle_share_before = self.idle_share_after = 0.0
         self.occupancy = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self.left_at = _NEVER  # when the loop got its last batch
         self.waiting_since: float | None = None  # the loop waits for a batch, not its first, now
+
+    def got(self, asked_at: float) -> None:
+        """The loop got a batch."""
+        now, left_at = time.monotonic(), self.left_at
+        if left_at == _NEVER:
+            self.first_batch_s += now - asked_at
+        else:
+            self.get_wait_s += now - asked_at
+            self.elapsed_s += now - left_at
+        self.left_at = now
 
     def stats(self) -> StreamStats:
         return StreamStats(
@@ -87,28 +103,6 @@ class Meter:
             idle_share_before=self.idle_share_before,
             idle_share_after=self.idle_share_after,
         )
-
-
-class Watch:
-    """Measures how long the loop waits for the batches of one iteration, from asking to having."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self.left_at = float("-inf")  # when the loop got its last batch
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the loop got a batch."""
-        return self.left_at > float("-inf")
-
-    def got(self, asked_at: float) -> None:
-        now, meter = time.monotonic(), self._meter
-        if self.has_begun:
-            meter.get_wait_s += now - asked_at
-            meter.elapsed_s += now - self.left_at
-        else:
-            meter.first_batch_s += now - asked_at
-        self.left_at = now
 
 
 class _Buffer(Generic[T]):
@@ -138,7 +132,7 @@ class _Buffer(Generic[T]):
         self._ended = False
         self._error: BaseException | None = None
         self._is_closed = False
-        self._watch = Watch(meter)
+        meter.begin()
 
     # -------------------------------------------------------------- the reader's thread
 
@@ -170,7 +164,7 @@ class _Buffer(Generic[T]):
     def get(self) -> T:
         """The next item. Raises what the source raised, StopIteration at the end."""
         start, meter = time.monotonic(), self._meter
-        is_hurried = start - self._watch.left_at < _HURRY_S
+        is_hurried = start - meter.left_at < _HURRY_S
         with self._lock:
             occupancy = len(self._items)
             is_mine = not occupancy and self._wants_turn(start, is_hurried)
@@ -180,7 +174,7 @@ class _Buffer(Generic[T]):
         meter.waiting_since = None
         if entry is None:
             raise self._end()
-        self._watch.got(start)
+        meter.got(start)
         meter.occupancy += occupancy
         meter.num_bytes += entry[1]
         return entry[0]
@@ -204,7 +198,7 @@ class _Buffer(Generic[T]):
 
     def _wants_turn(self, start: float, is_hurried: bool) -> bool:
         """Take the turn where nothing is ready and the reader is not at it; else wait for what it reads."""
-        self._meter.waiting_since = start if self._watch.has_begun else None
+        self._meter.waiting_since = None if self._meter.left_at == _NEVER else start
         self._rest_until = start + _REST_S if is_hurried else 0.0
         while not (self._items or self._ended or self._is_closed):
             if not self._is_being_read:

@@ -14,9 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_service import FakeService, Fault
-from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, start_dataset
+from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, pack_of, start_dataset
 from reading_ahead import readers, until
 
 from packer.manifest import Manifest, remove_dataset
@@ -140,6 +141,22 @@ def test_a_damaged_shard_in_a_folder_is_named(tmp_path: Path, dataset: str) -> N
         collect(PackedStream(tmp_path, dataset=dataset), seen)
     assert seen == list(range(len(seen)))
     assert 6 <= len(seen) < 12
+
+
+def test_shards_in_each_others_place_are_damage(tmp_path: Path) -> None:
+    """Each is whole, and no checksum of a pack says where it belongs. But tokens of other texts compress to
+    other lengths, so that other packs do not lie where the row index says."""
+    rng = np.random.default_rng(0)
+    packs = [pack_of([np.minimum(rng.zipf(1.2, 512), 30_000).tolist()], [i]) for i in range(32)]
+    dataset = build_dataset(tmp_path, packs, packs_per_shard=8)
+    one, two = sorted((tmp_path / "datasets" / dataset / "shards").iterdir())[1:3]
+    one.rename(kept := tmp_path / "kept")
+    two.rename(one)
+    kept.rename(two)
+    seen: list[int] = []
+    with pytest.raises(DataDamaged, match=rf"{one.name}.*pack it again"):
+        collect(PackedStream(tmp_path, dataset=dataset), seen)
+    assert seen == list(range(8))
 
 
 def test_a_folder_in_the_place_of_a_file_is_damage(tmp_path: Path, dataset: str) -> None:
