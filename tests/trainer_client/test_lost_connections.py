@@ -147,7 +147,7 @@ def test_shards_in_each_others_place_are_damage(tmp_path: Path) -> None:
     """Each is whole, and no checksum of a pack says where it belongs. But tokens of other texts compress to
     other lengths, so that other packs do not lie where the row index says."""
     rng = np.random.default_rng(0)
-    packs = [pack_of([np.minimum(rng.zipf(1.2, 512), 30_000).tolist()], [i]) for i in range(32)]
+    packs = [pack_of([[i, *np.minimum(rng.zipf(1.2, 512), 30_000)]], [i]) for i in range(32)]
     dataset = build_dataset(tmp_path, packs, packs_per_shard=8)
     one, two = sorted((tmp_path / "datasets" / dataset / "shards").iterdir())[1:3]
     one.rename(kept := tmp_path / "kept")
