@@ -11,14 +11,16 @@ import errno
 import functools
 from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 
 @functools.lru_cache(maxsize=64)
 def filesystem(scheme: str, bucket: str) -> fs.FileSystem:
     """The file system of a bucket. Raises OSError or ValueError."""
-    # Small objects are then written with one call instead of three.
-    options = "?allow_delayed_open=true" if scheme == "s3" else ""
+    # Small objects are then written with one call instead of three; pyarrow before 21 does not know it.
+    delays = scheme == "s3" and int(pa.__version__.partition(".")[0]) >= 21
+    options = "?allow_delayed_open=true" if delays else ""
     return fs.FileSystem.from_uri(f"{scheme}://{bucket}{options}")[0]
 
 
