@@ -104,7 +104,8 @@ class Chats:
         if masked and self.template.has_generation:
             self._learn_generation()
         elif masked:
-            self._finder = TurnFinder(self.template, self._control, self.habits)
+            eos = tokenizer.special_tokens.get("eos_token")
+            self._finder = TurnFinder(self.template, self._control, self.habits, eos)
             self._warnings.append(
                 "the chat template has no {% generation %} markers; the assistant's words were found by "
                 "rendering with marks around them"
@@ -302,11 +303,12 @@ def learn_habits(template: ChatTemplate) -> tuple[Habits, bool]:
     as_text = tried(question)
     in_parts = tried({"role": "user", "content": [{"type": "text", "text": "probe_text"}]})
     parts = as_text is not None and in_parts == as_text
+    num_none = (tried(question, tools=PROBE_TOOLS) or "").count("None")  # of the template's own words
     for null in ("absent", "empty", "null"):
         for arguments_as_text in (False, True):
             habits = Habits(parts=parts, arguments_as_text=arguments_as_text, null=null)
             text = tried(question, calling_turn(habits), tools=PROBE_TOOLS)
-            if text is not None and "None" not in text and num_probe_calls(text):
+            if text is not None and text.count("None") == num_none and num_probe_calls(text):
                 beside = tried(question, {**calling_turn(habits), "content": ""}, tools=PROBE_TOOLS)
                 takes_empty = beside is None or bool(num_probe_calls(beside))
                 return dataclasses.replace(habits, empty=takes_empty), True

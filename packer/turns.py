@@ -51,8 +51,11 @@ def calling_turn(habits: Habits, num_calls: int = 1) -> dict[str, Any]:
 
 
 def num_probe_calls(text: str) -> int:
-    """How many calls of `calling_turn` are printed, with their arguments."""
-    return len(re.findall(r'"probe_key": ?"probe_value"', text))
+    """How many calls of `calling_turn` are printed, with their arguments, in whatever form.
+
+    As Python writes an object is none: the template is meant for arguments that are text.
+    """
+    return 0 if "'probe_key'" in text else min(text.count("probe_key"), text.count("probe_value"))
 
 
 def control_pattern(words: Iterable[str]) -> re.Pattern[str]:
@@ -107,16 +110,20 @@ def _around(text: str, mark: str) -> str:
 class TurnFinder:
     """Finds the assistant's turns in chats of one template.
 
-    control: matches control words. Raises RenderError for a template that does not show where a turn
-    begins or ends.
+    control: matches control words. eos: the tokenizer's EOS token. Raises RenderError for a template that
+    does not show where a turn begins or ends.
     """
 
-    def __init__(self, template: ChatTemplate, control: re.Pattern[str], habits: Habits) -> None:
+    def __init__(
+        self, template: ChatTemplate, control: re.Pattern[str], habits: Habits, eos: str | None = None
+    ) -> None:
         self._template = template
         self._control = control
         self._habits = habits
         self._prompts: list[str] = []  # how generation prompts end, from their last control word on
         self._ends: set[str] = set()  # end-of-turn tokens
+        # EOS, where it stands right behind them in every turn: it is what stops a model.
+        self._eos = eos or ""
         self._inner: set[str] = set()  # control words inside turns: around tool calls, reasoning
         self._prompted = False  # the template has a generation prompt of its own
         self._whole_prompt = ""  # what stands between a question and its answer; "" where words could fake it
@@ -174,6 +181,8 @@ class TurnFinder:
             if end is None or (self._ends and end[0] not in self._ends):
                 raise _refusal("it prints no end-of-turn token after the assistant's words")
             self._ends.add(end[0])
+            if not text.startswith(self._eos, end.end()):
+                self._eos = ""
 
     def _learn_calls(self) -> None:
         """The same for tool calls and what follows their results, where the template prints any."""
@@ -294,8 +303,12 @@ class TurnFinder:
                 if part.startswith(words, len(lead)) and part.startswith(lead):
                     end = self._control.match(part, len(lead) + len(words))
                     if end is not None and end[0] in self._ends:
-                        return end.end()
+                        return self._with_eos(part, end.end())
         return None
+
+    def _with_eos(self, text: str, end: int) -> int:
+        """Where a turn ends whose end-of-turn token does: behind EOS where that follows."""
+        return end + len(self._eos) if text.startswith(self._eos, end) else end
 
     def _points(self, text: str, marked: Conversation, talk: Conversation) -> dict[int, list[int]] | None:
         """Places in `text` of the points of each message; None where points change what is printed."""
@@ -349,12 +362,12 @@ class TurnFinder:
         if not words:  # nearly always, and nearly always the token follows at once
             at_once = self._control.match(text, lower)
             if at_once is not None and at_once[0] in self._ends:
-                return at_once.end()
+                return self._with_eos(text, at_once.end())
         for match in self._control.finditer(text, lower):
             if _overlaps(*match.span(), words):
                 continue
             if match[0] in self._ends:
-                return match.end()
+                return self._with_eos(text, match.end())
             if match[0] not in self._inner:
                 return None
         return None

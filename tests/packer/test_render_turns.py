@@ -138,6 +138,61 @@ def test_trimmed_words_and_another_end_behind_calls():
     )
 
 
+# Arguments in a form of its own; a text is taken for one that is formatted (Gemma 4, LFM 2.5).
+OWN_FORM = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+    {{- '<asst>' + (message.content or '') }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '<call>' + call.function.name + '{' }}
+        {%- if call.function.arguments is mapping %}
+            {%- for key in call.function.arguments %}
+                {{- key ~ ':|' ~ call.function.arguments[key] ~ '|' }}
+            {%- endfor %}
+        {%- else %}{{- call.function.arguments }}{%- endif %}
+        {{- '}' }}
+    {%- endfor %}
+    {{- '<end>' }}
+{%- else %}{{- '<usr>' + message.content + '<end>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<asst>' }}{%- endif %}
+"""
+
+
+def test_arguments_in_a_form_of_the_template_s_own():
+    text_call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1}'}}
+    for call in (CALL, text_call):
+        talk = [QUESTION, calling(call), {"role": "tool", "content": "4"}, answer("yes")]
+        assert shown(OWN_FORM, *talk) == (
+            "<usr>hi<end><asst>«<call>f{b:|1|}<end>»<usr>4<end><asst>«yes<end>»"
+        )
+
+
+def test_arguments_that_a_template_prints_as_python_does_are_given_as_text():
+    printing = OWN_FORM.replace("is mapping", "is number")
+    talk = [QUESTION, calling(CALL), {"role": "tool", "content": "4"}, answer("yes")]
+    assert '«<call>f{{"b": 1}}<end>»' in shown(printing, *talk)
+
+
+def test_words_of_the_template_s_own_are_not_taken_for_a_null_that_is_printed():
+    talk = [QUESTION, calling(CALL), {"role": "tool", "content": "4"}, answer("yes")]
+    assert shown("None of it is secret." + OWN_FORM, *talk).startswith("None of it is secret.<usr>hi")
+
+
+def test_an_eos_right_behind_every_end_of_turn_token_is_trained_with_it():
+    """It is what stops a model at inference (Cohere's Command R7B ends its words before)."""
+    doubled = OWN_FORM.replace("{{- '<end>' }}\n{%- else", "{{- '<end>' + eos_token }}\n{%- else")
+    talk = [QUESTION, answer("yes"), QUESTION, answer("<end><eos>", train=True), QUESTION]
+    assert shown(doubled, *talk[:3]) == "<usr>hi<end><asst>«yes<end><eos>»<usr>hi<end>"
+    whole = shown(doubled, *talk)  # also where words hold control words, which are no ends
+    assert whole == "<usr>hi<end><asst>«yes<end><eos>»<usr>hi<end><asst>«<end><eos><end><eos>»<usr>hi<end>"
+    calls = [QUESTION, calling(CALL), {"role": "tool", "content": "4"}, answer("yes")]
+    assert shown(doubled, *calls).count("<end><eos>»") == 2
+    # Behind the last turn alone it ends the text, not the turn (Phi-3).
+    once = OWN_FORM + "{{- eos_token if not add_generation_prompt }}"
+    assert shown(once, *talk[:2]) == "<usr>hi<end><asst>«yes<end>»<eos>"
+
+
 def test_a_template_without_generation_prompt_whose_questions_close():
     result = {"role": "tool", "content": "ok"}
     assert shown(CLOSING, QUESTION, calling(CALL), result, answer("yes"), QUESTION, answer("")) == (
