@@ -7,6 +7,7 @@ chunk was written.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections import defaultdict
 
@@ -16,6 +17,15 @@ from numpy.typing import NDArray
 Block = NDArray[np.uint8]
 
 _SMALL_BYTES = 64 << 10  # what malloc keeps at hand itself
+
+
+def _fresh(size: int) -> Block:
+    """Memory that goes back to the system as soon as it is let go of.
+
+    malloc keeps blocks of this size in its heap after a while: a service that once had many slow readers at
+    the same time stayed that large.
+    """
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 class Buffers:
@@ -35,13 +45,15 @@ class Buffers:
 
     def take(self, size: int) -> memoryview:
         """`size` bytes to write to, of unknown content."""
-        if not _SMALL_BYTES < size <= self._largest_bytes:
+        if size <= _SMALL_BYTES:
             return np.empty(size, np.uint8).data
+        if size > self._largest_bytes:
+            return _fresh(size).data
         block_bytes = 1 << (size - 1).bit_length()  # at most twice what is asked for
         try:
             block = self._free[block_bytes].pop()
         except IndexError:
-            block = np.empty(block_bytes, np.uint8)
+            block = _fresh(block_bytes)
         view = block[:size]
         # Called when the view is gone, and so every memory view of it.
         weakref.finalize(view, self._take_back, block).atexit = False

@@ -44,6 +44,7 @@ def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
     def ray() -> Runner:
         from packer.runners.ray import RayRunner
 
+        log.info("Ray starts, which takes some seconds; datasets that are posted meanwhile wait for it")
         return RayRunner(num_cpus=settings.workers)
 
     return ray

@@ -32,10 +32,16 @@ from packer.runners.base import Done, WorkerDied
 
 log = logging.getLogger("padfree.worker")
 
-# Ray warns that it leaves SIGTERM alone where a thread joins its cluster, as one does here: that is meant.
-logging.getLogger("ray._private.worker").addFilter(
-    lambda record: not record.getMessage().startswith("SIGTERM handler is not set")
-)
+
+def _hush(name: str, beginning: str) -> None:
+    """Leave out what one of Ray's loggers says with this beginning."""
+    logging.getLogger(name).addFilter(lambda record: not record.getMessage().startswith(beginning))
+
+
+# It leaves SIGTERM alone where a thread joins its cluster, as one does here: that is meant. So is the secret
+# of an embedded cluster, which it would tell people how to do without.
+_hush("ray._private.worker", "SIGTERM handler is not set")
+_hush("ray._private.authentication.authentication_token_setup", "Token authentication is enabled")
 
 # One task a core: the libraries' own threads would only get in each other's way.
 _WORKER_ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}

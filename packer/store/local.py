@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,6 +17,8 @@ from packer.store.base import not_read, not_written, parts_of
 
 _TEMPORARY = ".tmp-"
 _BUFFER_BYTES = 1 << 20
+# At removing a folder: an entry went or came meanwhile, or is open on NFS, which keeps it under another name.
+_MEANWHILE = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY})
 
 
 class LocalStore:
@@ -110,7 +112,7 @@ class LocalStore:
         path = self.path(key)
         try:
             if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
+                _remove_folder(path)
             else:
                 path.unlink(missing_ok=True)
         except NotADirectoryError:  # a file where its folder would be: it is not there
@@ -238,6 +240,27 @@ class LocalStaged:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove a folder and all in it, beside others who do so or write there. Raises OSError if it may not."""
+    for place, folders, files in os.walk(folder, topdown=False, onerror=_raise_unless_gone):
+        paths = [Path(place, name) for name in (*files, *folders)]
+        for path in paths:
+            _remove(path, is_folder=path.is_dir() and not path.is_symlink())
+    _remove(folder, is_folder=True)
+
+
+def _remove(path: Path, *, is_folder: bool) -> None:
+    try:
+        path.rmdir() if is_folder else os.unlink(path)
+    except OSError as error:
+        _raise_unless_gone(error)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if error.errno not in _MEANWHILE:
+        raise error
 
 
 def mapped(file: BinaryIO) -> memoryview:

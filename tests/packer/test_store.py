@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +65,35 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: py
     with pytest.raises(NoSpaceLeft, match="no space left to write shard in"):
         LocalStore(tmp_path).put("d/shard", b"x")
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_what_may_not_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a dataset would be said to be gone whose shards are, and whose commits are not."""
+    store = LocalStore(tmp_path)
+    for name in "abc":
+        store.put(f"x/{name}", b"1")
+    store.put("x/more/c", b"1")
+    store.put("y/kept", b"1")
+    (tmp_path / "x/link").symlink_to(tmp_path / "y")
+    unlink = os.unlink
+
+    def guarded(path: Any, *args: Any, number: int = errno.EACCES, **options: Any) -> None:
+        if str(path).endswith("b"):
+            raise OSError(number, os.strerror(number), path)
+        unlink(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", guarded)
+        with pytest.raises(
+            StoreError, match=r"cannot write .*Permission denied; the store .* must be a folder"
+        ):
+            store.delete("x")
+        patch.setattr(os, "unlink", functools.partial(guarded, number=errno.ENOENT))
+        store.delete("x")  # another removes it too
+    assert store.list("x") == ["b"]
+    store.delete("x")
+    assert not store.exists("x")
+    assert store.exists("y/kept")
 
 
 def test_a_lock_is_held_by_one_and_freed_by_death(tmp_path: Path) -> None:

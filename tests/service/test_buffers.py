@@ -1,5 +1,8 @@
 """Memory of chunks: used again once nobody holds it, never before."""
 
+import resource
+from pathlib import Path
+
 import numpy as np
 
 from service.buffers import Buffers
@@ -50,6 +53,26 @@ def test_small_and_very_large_pieces_are_not_kept():
         assert len(buffers.take(size)) == size
     assert buffers.num_kept_bytes == 0
     assert len(Buffers(4096).take(70_000)) == 70_000
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_memory_of_many_readers_goes_back_when_they_are_gone():
+    """malloc would keep it, from the second time on: small objects that live on lie between the blocks."""
+    buffers, live_on = Buffers(1 << 20, max_kept_bytes=0), []
+    before = resident_bytes()
+    for size in (1 << 20, 1_500_000):  # of a chunk; of a message that is larger than one
+        for _ in range(3):
+            taken = []
+            for _ in range(100):
+                taken.append(buffers.take(size))
+                taken[-1][:] = bytes(size)
+                live_on += [bytearray(1000) for _ in range(10)]
+            assert resident_bytes() - before > 90 << 20
+            taken.clear()
+    assert resident_bytes() - before < 50 << 20
 
 
 def test_chunks_of_all_streams_keep_to_their_memory(tmp_path):
