@@ -38,15 +38,15 @@ def csv_lines(
         _MAX_FIELD_CHARS
     )  # the module's default is 128 KiB; it knows no limit of a reader's own
     texts = _Texts(stream, path, max_bytes)
-    reader = csv.reader(texts)
+    # strict: a quote that is not doubled (or has a backslash before it) would garble its value without a word
+    reader = csv.reader(texts, strict=True)
     try:
         header = next(filter(None, reader), None)  # the first row that is not blank
     except csv.Error as error:
-        raise SourceError(f"{path}: the header row is not CSV ({error}); correct it") from None
+        what = "has a quote that is not closed" if texts.ended else f"is not CSV ({error})"
+        raise SourceError(f"{path}: the header row {what}; correct it") from None
     if header is None:
         return
-    if texts.ended:
-        raise SourceError(f"{path}: the header row has a quote that is not closed; correct it")
     columns = [(at, name) for at, name in enumerate(header) if names is None or name in names]
     watched = [(at, name) for at, name in enumerate(header) if watch.may_matter(name)]
     twice = [name for name, count in Counter(name for _, name in columns).items() if count > 1 and name]
@@ -61,7 +61,7 @@ def csv_lines(
             if row is None:
                 return
             if texts.ended:
-                raise SourceError(f"{path}, line {begins}: a quote is not closed; correct it")
+                raise _unclosed(path, begins)
             if row:
                 line = _record(row, columns, len(header), watch, watched)
         except csv.Error as error:
@@ -70,12 +70,18 @@ def csv_lines(
                     f"{path}, line {begins}: a value has more than {_MAX_FIELD_CHARS} characters; "
                     "close its quote, or split it"
                 ) from None
-            line = fault_line(RowFault(f"not CSV ({error})"))
+            if texts.ended:
+                raise _unclosed(path, begins) from None
+            line = fault_line(RowFault(f"not CSV ({error}); a quote within a value is to be doubled"))
         except RowFault as fault:
             line = fault_line(fault)
         if line:
             yield b"\n" * (begins - 1 - written) + line
             written = begins
+
+
+def _unclosed(path: str, line: int) -> SourceError:
+    return SourceError(f"{path}, line {line}: a quote is not closed; correct it")
 
 
 class _Texts:

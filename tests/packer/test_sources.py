@@ -523,6 +523,20 @@ def test_a_csv_quote_that_is_not_closed_is_refused(tmp_path: Path, text: str, li
     assert line == 1 or f"line {line}:" in str(caught.value)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_csv_quote_that_is_not_doubled_makes_its_row_a_bad_one(tmp_path: Path, seed: int | None) -> None:
+    """Python's csv would take it out without a word; Spark writes a backslash before it."""
+    rows = ['"say ""hi""",1', '"say "hi" now",2', '"say \\"hi\\"",3', 'a 5" disk,4', '"end"']
+    (tmp_path / "a.csv").write_text("\r\n".join(["text,n", *rows, ""]), newline="")
+    out = read_source(tmp_path / "a.csv", tmp_path / "store", seed=seed, on_bad_row="skip")
+    assert sorted(out.texts) == ['a 5" disk', 'say "hi"']
+    assert sorted((one.line, "is to be doubled" in one.reason) for one in out.errors) == [
+        (3, True),
+        (4, True),
+        (6, False),
+    ]
+
+
 def test_a_csv_header_that_names_a_column_in_use_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,text\na,b\n")
     with pytest.raises(SourceError, match="'text' twice"):
