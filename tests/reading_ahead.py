@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
-from trainer_client import PackedStream
+from trainer_client import PackedStream, reader
 from trainer_client.prefetch import Prefetcher
 
 
@@ -16,6 +17,17 @@ def until(condition: Callable[[], Any]) -> None:
     """Wait for something that must come; pytest's timeout is the limit."""
     while not condition():
         time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def tried_again_soon() -> Iterator[None]:
+    """A fault is followed by the next try at once. (How long is waited is tested in test_reader.py.)"""
+    defaults = reader.Retry.__init__.__kwdefaults__
+    with (
+        mock.patch.multiple(reader, _FIRST_DELAY_S=0.005, _LONGEST_DELAY_S=0.05),
+        mock.patch.dict(defaults, delay_s=0.005),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from fake_service import FakeService
+from reading_ahead import tried_again_soon
 
-from trainer_client import PackedBatch, reader
+from trainer_client import PackedBatch
 
 
 @pytest.fixture(params=["folder", "http"])
@@ -28,10 +29,9 @@ def service(tmp_path: Path) -> Iterator[FakeService]:
 
 
 @pytest.fixture
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault is followed by the next try at once. (How long is waited is tested in test_reader.py.)"""
-    monkeypatch.setattr(reader, "_FIRST_DELAY_S", 0.005)
-    monkeypatch.setitem(reader.Retry.__init__.__kwdefaults__, "delay_s", 0.005)
+def soon() -> Iterator[None]:
+    with tried_again_soon():
+        yield
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from fake_service import FakeService, Fault
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packs import commit_partition, finish_dataset, numbered_packs, start_dataset
+from reading_ahead import tried_again_soon
 from serving import running
 
 from trainer_client import PackedStream
@@ -86,7 +87,7 @@ def asked(act: Callable[[], None]) -> Any:
 @example(faults=[], finishes="once asked for", num_steps=1, count=4, portion=1)
 @example(faults=[Fault(status=503)], finishes="before", num_steps=6, count=2, portion=64)  # 1 and 2 steps
 def test_lanes_end_with_the_epoch(faults: list[Fault], **case: Any) -> None:
-    with tempfile.TemporaryDirectory() as root, FakeService(Path(root)) as service:
+    with tempfile.TemporaryDirectory() as root, FakeService(Path(root)) as service, tried_again_soon():
         check_lanes(Path(root), service.url, hurt=lambda: service.faults.extend(faults), **case)
 
 

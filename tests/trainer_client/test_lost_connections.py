@@ -363,7 +363,7 @@ def test_f37_killed_clients_leave_nothing_that_stops_the_next(
         "    print(i, flush=True)\n"
         "    if i == 2: threading.Event().wait()\n"
     )
-    for _ in range(5):
+    for _ in range(2):
         clients = [
             subprocess.Popen(program(source, dataset, body), stdout=subprocess.PIPE, text=True)
             for _ in range(2)

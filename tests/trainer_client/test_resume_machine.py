@@ -307,12 +307,14 @@ def test_from_a_folder() -> None:
         run(Path(root), root, None, 25)
 
 
+@pytest.mark.usefixtures("soon")
 def test_over_http_with_restarts_and_cut_connections() -> None:
     with tempfile.TemporaryDirectory() as root, FakeService(Path(root)) as service:
         run(Path(root), service.url, service, 8)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("soon")
 @pytest.mark.timeout(1800)
 def test_much_longer() -> None:
     with tempfile.TemporaryDirectory() as root, FakeService(Path(root)) as service:
