@@ -45,11 +45,12 @@ def error_of(response: http.client.HTTPResponse, body: bytes, asked: Asked) -> E
     if response.status in _TRANSIENT:
         wait = response.getheader("Retry-After", "")
         return Lost(f"{answered}: {detail}", wait_s=min(float(wait), 30.0) if wait.isdigit() else 0.0)
+    to = response.getheader("Location")
     field = f" ({problem['field']})" if problem.get("field") else ""
-    return StreamRefused(f"{answered}{field}: {detail}{_hint(response.status, asked, bool(problem))}")
+    return StreamRefused(f"{answered}{field}: {detail}{_hint(response.status, asked, bool(problem), to)}")
 
 
-def _hint(status: int, asked: Asked, is_problem: bool) -> str:
+def _hint(status: int, asked: Asked, is_problem: bool, redirects_to: str | None) -> str:
     """What to do about a refusal, where that is known."""
     if status == 401:
         if asked.has_token:
@@ -57,6 +58,9 @@ def _hint(status: int, asked: Asked, is_problem: bool) -> str:
         return (
             "; give token=, or set PADFREE_TOKEN in the trainer's environment, to one of the service's tokens"
         )
+    if redirects_to and 300 <= status < 400:
+        to = redirects_to.partition("/v1/")[0]
+        return f"; it redirects to {to[:200]}, which is not followed: give the url of the service itself"
     if status == 404 and (hint := strangers.without_v1(asked.url)):
         return f"; {hint}"
     return "" if is_problem else "; is this the url of a padfree service?"

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -92,11 +92,11 @@ class MixedStream:
         if batches_per_step > 1 and any(one._device is not None for one in self.streams):
             raise ValueError("batches_per_step: 1 is required with streams that have a device")
         self._batches_per_step, self._until = batches_per_step, until
+        self._meter = Meter()
+        self._start_over()
         self._weights = {0: self._checked(weights)}
         for step, changed in (schedule or {}).items():
             self.change_weights(changed, at_step=step)
-        self._meter = Meter()
-        self._start_over()
 
     def _start_over(self) -> None:
         self._step = self._loop_step = 0  # optimiser steps and loop steps that were taken
@@ -112,8 +112,9 @@ class MixedStream:
     # -------------------------------------------------------------- weights
 
     def change_weights(self, weights: Weights, *, at_step: int | None = None) -> None:
-        """Draw by other weights from optimiser step `at_step` on (default: the next one)."""
-        at = self._step if at_step is None else whole("at_step", at_step, least=0)
+        """Draw by other weights from optimiser step `at_step` on (default: the next one), up to the next
+        change. On every rank alike. Raises ValueError for a step that was taken."""
+        at = self._step if at_step is None else whole("at_step", at_step, least=self._step)
         self._weights[at] = self._checked(weights)
 
     def weights_at(self, step: int) -> dict[str, float]:
@@ -134,6 +135,16 @@ class MixedStream:
         return [weight / sum(found) for weight in found]
 
     # -------------------------------------------------------------- iterate
+
+    def __len__(self) -> NoReturn:
+        # A DataLoader asks for it; without this, Python's answer helps nobody.
+        raise TypeError(
+            "a MixedStream has no length, its end hangs on what it draws; iterate it: `for batch in mixed`, "
+            "without a DataLoader, since its streams read ahead by themselves"
+        )
+
+    def __bool__(self) -> bool:
+        return True  # else `if mixed` would ask for the length
 
     def __iter__(self) -> Iterator[PackedBatch]:
         self._iteration += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import numbers
 import operator
 import os
 from typing import Any
@@ -34,9 +35,36 @@ def whole_or_none(name: str, value: Any) -> int | None:
     return None if value is None else whole(name, value)
 
 
+def seconds(name: str, value: Any) -> float:
+    """`value` as seconds. Raises ValueError where it is none (text, None, a bool, nan) or less than 0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    found = float(value) if is_number else -1.0
+    if not found >= 0:
+        raise ValueError(
+            f"{name}: seconds, 0 or more, are required, found {value!r} ({type(value).__name__})"
+        )
+    return found
+
+
+def seconds_or_none(name: str, value: Any) -> float | None:
+    """The same, or None."""
+    return None if value is None else seconds(name, value)
+
+
 def token_of(token: str | None) -> str | None:
-    """The bearer token to send: the one given, else PADFREE_TOKEN of the environment; "" sends none."""
-    return token if token is not None else os.environ.get("PADFREE_TOKEN") or None
+    """The bearer token to send: the one given, else PADFREE_TOKEN of the environment; "" sends none.
+
+    Space around it, as the end of line that files and secrets have, is none of it. Raises ValueError, which
+    does not show it, for one that no header can carry.
+    """
+    found = (token if token is not None else os.environ.get("PADFREE_TOKEN") or "").strip()
+    for place, character in enumerate(found, start=1):
+        if not "!" <= character <= "~":
+            raise ValueError(
+                "token: letters, digits and signs of ASCII are required, no space among them, found another "
+                f"character at place {place} of {len(found)} (token=, or PADFREE_TOKEN)"
+            )
+    return found or None
 
 
 def rank_and_size(rank: int | None, world_size: int | None, dataset: str) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from trainer_client.cursor import (
 )
 from trainer_client.errors import ClientError, Lost, StateMismatch
 from trainer_client.multiples import require_multiple
-from trainer_client.options import rank_and_size, whole, whole_or_none
+from trainer_client.options import rank_and_size, seconds, seconds_or_none, whole, whole_or_none
 from trainer_client.prefetch import Meter, Prefetcher, StreamStats
 from trainer_client.reader import Lane, Reader, ask_layout
 from trainer_client.reports import Reporter
@@ -65,9 +65,8 @@ class PackedStream:
     segment_multiple: pads every segment to a multiple with tokens that train nothing, for context parallelism
         and the like (trainer_client.parallel_multiple), as a dataset packed with it has them: a batch grows
         by less than that many tokens a segment. No part of the state.
-    prefetch_steps, prefetch_bytes: how far a thread reads ahead, in batches and in bytes of their arrays, of
-        those on the device where there is one (at least one step; of a MixedStream each stream by itself, of
-        a DataLoader each worker).
+    prefetch_steps, prefetch_bytes: how far a thread reads ahead, in batches and in bytes of their arrays (on
+        the device if there is one); a step at least. Of a MixedStream each stream, of a loader each worker.
     device: where batches shall be when they are taken; on CUDA they travel beside the training. "cuda" is the
         current one of the thread that iterates.
     token: one of a service's PADFREE_TOKENS; None: PADFREE_TOKEN of the environment, where that is set.
@@ -107,6 +106,7 @@ class PackedStream:
     ) -> None:
         micro_batches, epochs = whole("micro_batches", micro_batches), whole_or_none("epochs", epochs)
         rank, world_size = rank_and_size(rank, world_size, dataset)
+        timeout_s, report_s = seconds("timeout_s", timeout_s), seconds_or_none("report_s", report_s)
         self._prefetch_steps = whole("prefetch_steps", prefetch_steps, least=1)
         self._ahead_bytes = bytes_here(whole("prefetch_bytes", prefetch_bytes), on_device=device is not None)
         self.dataset = find_dataset(source, dataset, token=token, timeout_s=timeout_s)

@@ -22,6 +22,7 @@ from packs import (
     numbered_packs,
     start_dataset,
 )
+from torch.utils.data import DataLoader
 
 from trainer_client import MixedStream, PackedDataset, PackedStream, StateMismatch
 
@@ -250,6 +251,26 @@ def test_a_signal_while_a_batch_is_drawn_saves_the_state_before_it(tmp_path: Pat
     resumed = mixed(tmp_path, datasets, batches_per_step=4)
     resumed.load_state_dict(saved[0])
     assert [told(batch) for batch in resumed] == rest
+
+
+def test_weights_of_steps_that_were_taken_cannot_change(tmp_path: Path) -> None:
+    """They would be of no effect, silently, where others are scheduled behind them."""
+    dataset = build_dataset(tmp_path, numbered_packs(20), packs_per_shard=7)
+    stream = mixed(tmp_path, {"a": dataset, "b": dataset}, schedule={2: [1, 3]})
+    for _ in itertools.islice(iter(stream), 4):
+        pass
+    with pytest.raises(ValueError, match="at_step: 4 or more is required, found 3"):
+        stream.change_weights([1, 0], at_step=3)
+    stream.change_weights([1, 0], at_step=4)
+    assert stream.weights_at(4) == {"a": 1, "b": 0}
+
+
+def test_a_mixture_has_no_length_and_says_what_to_do(tmp_path: Path) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=7)
+    stream = mixed(tmp_path, {"a": dataset, "b": dataset})
+    assert stream
+    with pytest.raises(TypeError, match=r"no length.*iterate it.*without a DataLoader"):
+        next(iter(DataLoader(stream, batch_size=None)))  # type: ignore[arg-type]
 
 
 def test_stats_of_a_mixture_are_those_of_its_batches(tmp_path: Path) -> None:

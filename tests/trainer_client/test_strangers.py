@@ -177,3 +177,17 @@ def test_a_url_that_names_the_api_is_told_without_it(service: FakeService, datas
     assert str(caught.value).endswith(f"give the url without /v1: {service.url}")
     assert main(["stream", dataset, "--url", f"{url}/"]) == 1
     assert f"give the url without /v1: {service.url}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dataset", [DATASET, "by-name"])
+def test_a_redirect_is_told_with_where_it_leads(dataset: str) -> None:
+    """Of an ingress that answers http with https: the token is not sent on to whatever it names."""
+    to = f"https://padfree.example.com:8443/base/v1/datasets/{dataset}"
+    answer = f"HTTP/1.1 308 Permanent Redirect\r\nLocation: {to}\r\nContent-Length: 0\r\n\r\n".encode()
+    with (
+        answering(answer) as port,
+        pytest.raises(
+            StreamRefused, match=r"redirects to https://padfree.example.com:8443/base, .*give the url"
+        ),
+    ):
+        next(iter(PackedStream(f"http://127.0.0.1:{port}", dataset=dataset, timeout_s=5)))

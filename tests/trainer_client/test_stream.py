@@ -581,6 +581,12 @@ def test_a_folder_where_nobody_packs_any_more_times_out(tmp_path: Path) -> None:
         ({"shuffle_seed": "0"}, "shuffle_seed: an int"),
         ({"prefetch_steps": "4"}, "prefetch_steps: an int"),
         ({"prefetch_bytes": None}, "prefetch_bytes: an int"),
+        ({"timeout_s": None}, "timeout_s: seconds, 0 or more, are required, found None"),
+        ({"timeout_s": "600"}, "timeout_s: seconds, .* found '600'"),
+        ({"timeout_s": float("nan")}, "timeout_s: seconds, .* found nan"),
+        ({"timeout_s": -1}, "timeout_s: seconds, .* found -1"),
+        ({"report_s": "30"}, "report_s: seconds, .* found '30'"),
+        ({"report_s": True}, "report_s: seconds, .* found True"),
     ],
 )
 def test_wrong_options_are_named(tmp_path: Path, options: dict, message: str) -> None:

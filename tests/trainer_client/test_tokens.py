@@ -60,3 +60,24 @@ def test_a_refusal_says_how_to_give_a_token(guarded: FakeService, dataset: str, 
     assert "PADFREE_TOKEN" in first
     assert "the token that was given is none of its tokens" in second
     assert "other-token" not in second
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_end_of_line_of_a_secret_is_none_of_it(
+    guarded: FakeService, tmp_path: Path, monkeypatch: Any, is_given: bool
+) -> None:
+    dataset = build_dataset(tmp_path, numbered_packs(4), packs_per_shard=5)
+    text = f" {TOKEN}\r\n"
+    monkeypatch.setenv("PADFREE_TOKEN", "other-token" if is_given else text)
+    assert len(list(PackedStream(guarded.url, dataset=dataset, token=text if is_given else None))) == 4
+
+
+@pytest.mark.parametrize("token", ["secret\ntoken", "secret token", "“secret”", "secret\x00"])
+@pytest.mark.parametrize("dataset", ["0" * 32, "by-name"])
+def test_a_token_that_no_header_can_carry_is_told_at_once_and_not_shown(
+    guarded: FakeService, dataset: str, token: str, caplog: Any
+) -> None:
+    """Sent, it would be an error of the connection: tried again for ten minutes, and shown in the log."""
+    with pytest.raises(ValueError, match=r"token: .*found another character at place \d+ of \d+") as caught:
+        PackedStream(guarded.url, dataset=dataset, token=token)
+    assert "secret" not in str(caught.value) + caplog.text
