@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from train_tiny import tiny_model
 from transformers import (
@@ -110,7 +111,7 @@ class PackedBatches:
         """The inputs of one optimiser step, `num_batches` steps of the stream, and its trained tokens."""
         steps = [_step(epoch_iterator) for _ in range(num_batches)]
         num_items = sum(step[-1].num_items_in_batch for step in steps)
-        inputs = [self._inputs(step[0]) if len(step) == 1 else {"micro_batches": step} for step in steps]
+        inputs = [self._inputs(step[0]) if len(step) == 1 else _several(step) for step in steps]
         return inputs, torch.tensor(num_items, device=device)
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
@@ -180,6 +181,12 @@ def _step(batches: Iterator[PackedBatch]) -> list[PackedBatch]:
     while not step[-1].step_done:
         step.append(next(batches))
     return step
+
+
+def _several(step: list[PackedBatch]) -> dict[str, Any]:
+    """Several micro-batches as the inputs of one training step; input_ids is what the Trainer counts."""
+    ids = np.concatenate([batch.input_ids for batch in step])
+    return {"micro_batches": step, "input_ids": torch.tensor(ids)[None]}
 
 
 def _steps_of_an_epoch(options: dict[str, Any]) -> tuple[int, int] | tuple[None, None]:

@@ -111,9 +111,11 @@ def test_trains_as_padding_does(tmp_path: Path, accumulation: int) -> None:
 def test_a_step_dataset_trains_as_padding_does(tmp_path: Path) -> None:
     rows = rows_of(4 * STEP_SIZE)
     dataset = pack_rows(tmp_path, rows, **STEPS)
-    trainer = trainer_of(tmp_path, dataset, max_steps=4)
+    trainer = trainer_of(tmp_path, dataset, max_steps=4, include_num_input_tokens_seen="all")
     trainer.train()
     wanted, weights = padded_losses(rows, rows_per_step=STEP_SIZE)
+    assert trainer.state.num_input_tokens_seen == sum(len(row["input_ids"]) for row in rows)
+    assert trainer.state.total_flos > 0
     assert len(trainer.received) > 4
     assert sum(trainer.shares) == pytest.approx(4)
     assert trainer.losses == pytest.approx(wanted, abs=1e-5)
