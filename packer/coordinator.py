@@ -313,21 +313,20 @@ def _finish(
         _require_no_more(job, manifest, num_partitions)
     except PackingFailed as error:
         raise _fail(job, store, error) from error
-    counters = total(manifest.counters)
+    counters, packing = total(manifest.counters), job.spec.packing
     if not counters.num_packs and counters.rows_untrained and not counters.rows_overlong:
         raise _fail(
             job,
             store,
-            PackingFailed(
-                nothing_to_train(counters, job.spec.packing.capacities[-1], unlearned(manifest.counters))
-            ),
+            PackingFailed(nothing_to_train(counters, packing.capacities[-1], unlearned(manifest.counters))),
         )
     final = report(
         manifest.counters,
-        capacities=job.spec.packing.capacities,
+        capacities=packing.capacities,
         ignored=list(job.ignored),
         warnings=job.warnings,
-        minibatch_size=job.spec.packing.minibatch_size if job.spec.packing.strategy == "minibatch" else None,
+        minibatch_size=packing.minibatch_size if packing.strategy == "minibatch" else None,
+        split=packing.strategy == "wrapped" or packing.overlong == "split",
         model_max_length=job.model_max_length,
     )
     store.put(

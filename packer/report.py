@@ -88,19 +88,25 @@ def _listed(parts: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any
     return rows
 
 
-def warnings_of(counters: Counters, max_tokens: int, minibatches: str | None = None) -> list[str]:
+def warnings_of(
+    counters: Counters, max_tokens: int, minibatches: str | None = None, *, split: bool = False
+) -> list[str]:
     """What should not pass unnoticed though the spec allows it: 1 % of the rows or more.
 
     `minibatches`: what is to be said of rows that were cut or left out under strategy "minibatch", instead.
+    `split`: whether rows are cut into pieces, none of which is lost for its length.
     """
     long = f"are longer than max_tokens={max_tokens} and"
     by_cut = counters.rows_untrained_by_cut
     share = _percent(counters.tokens_dropped, counters.tokens_in)
     dropped = f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens ({share}) were dropped"
-    ways = "raise packing.max_tokens (--max-tokens), or set packing.overlong to split (--overlong split)"
+    ways = "raise packing.max_tokens (--max-tokens)"
     cut = f"{long} were cut"
-    if by_cut:
+    if not split:
+        ways += ", or set packing.overlong to split (--overlong split)"
+    if by_cut and not split:
         ways += " or packing.truncate_side to left (--truncate-side left)"
+    if by_cut:
         cut = f"{cut}, {by_cut:,} of them lost all that they train"
     if not counters.rows_truncated:
         cut = f"lost all that they train to a cut at max_tokens={max_tokens}"
@@ -229,14 +235,15 @@ def report(
     capacities: Sequence[int],
     warnings: Sequence[str] = (),
     minibatch_size: int | None = None,
+    split: bool = False,
     model_max_length: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """The report of a dataset, from the counters of its commits in order.
 
     `capacities`: max_tokens of the packs that there may be, rising. `warnings`: what was to be said before
-    the work; what the counters say is added. `minibatch_size`: under strategy "minibatch".
-    `model_max_length`: as of a Job.
+    the work; what the counters say is added. `minibatch_size`: under strategy "minibatch". `split`: as of
+    `warnings_of`. `model_max_length`: as of a Job.
     """
     counters = total(parts)
     counters.check()
@@ -261,7 +268,7 @@ def report(
         "fallbacks": _listed(parts, "fallbacks"),  # partition, reason
         "warnings": [
             *warnings,
-            *warnings_of(counters, capacities[-1], cut),
+            *warnings_of(counters, capacities[-1], cut, split=split),
             *unlearned_warnings(unlearned(parts)),
             *beyond_model_warnings(sum(part.get("beyond_model", 0) for part in parts), model_max_length),
         ],

@@ -63,6 +63,11 @@ def check(model: torch.nn.Module, **options: Any) -> None:
 
 def _tokens(model: torch.nn.Module) -> np.ndarray:
     """The ids to draw from: all but padding's, which some models leave out as they count positions."""
+    if not hasattr(model, "get_input_embeddings"):
+        raise ValueError(
+            f"a model of transformers (or peft) is required, before it is wrapped for several ranks, found "
+            f"{type(model).__name__}"
+        )
     known = np.arange(model.get_input_embeddings().weight.shape[0])
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return known if padding is None else known[known != padding]

@@ -794,6 +794,16 @@ def test_a_report_tells_the_rows_that_a_cut_left_untrained_and_what_to_do(tmp_pa
     assert report["rows_truncated"] == 0
 
 
+@pytest.mark.parametrize("packing", [{"overlong": "split"}, {"strategy": "wrapped"}])
+def test_rows_that_are_split_already_are_not_told_to_be(tmp_path: Path, packing: dict[str, Any]) -> None:
+    """What a row trains may be the first token of a piece, which is never trained."""
+    lost = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, -100, 5]}
+    report = pack_rows(tmp_path, [lost, *tokens(2)], packing={"max_tokens": 4, **packing}).report
+    assert report["rows_untrained_by_cut"] == 1
+    (said,) = (one for one in report["warnings"] if "lost all that they train" in one)
+    assert said.endswith(": raise packing.max_tokens (--max-tokens)")
+
+
 def test_one_warning_says_all_of_rows_that_were_cut(tmp_path: Path) -> None:
     lost = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, -100, -100, 5]}
     report = pack_rows(tmp_path, [lost, lost, *tokens(6, 2)], packing={"max_tokens": 4}).report

@@ -200,3 +200,8 @@ def test_a_model_with_one_output_a_row_is_told() -> None:
         ValueError, match=r"an output for every token is required.*Classification.*shape \(1, 2\) for 35"
     ):
         attention.check(model)
+
+
+def test_a_wrapped_model_is_told() -> None:
+    with pytest.raises(ValueError, match="before it is wrapped for several ranks, found DataParallel"):
+        attention.check(torch.nn.DataParallel(model_of(*APART["llama"])))
