@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_RANGE = re.compile(r"bytes=\s*([0-9]*)-([0-9]*)\s*")
+_RANGE = re.compile(r"bytes=\s*([0-9]*)-([0-9]*)\s*", re.IGNORECASE)
 _MAX_DIGITS = 18
 
 

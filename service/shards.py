@@ -113,7 +113,7 @@ async def get_shard(
     if is_unchanged(request.headers.get("if-none-match"), etag):
         return Response(status_code=304, headers=headers)
     try:
-        size = await service.in_thread(_size_of_whole, service.files, one)
+        size = await service.read_in_thread(_size_of_whole, service.files, one)
     except ShardMissing as error:
         raise await _damage(service, dataset, error) from error
     if size != one.num_bytes:
@@ -178,7 +178,7 @@ async def _bytes(
         while start < stop:
             size = min(service.chunk_bytes(), stop - start)
             buffer = service.buffers.take(size)
-            await service.in_thread(read, one.key, start, buffer)
+            await service.read_in_thread(read, one.key, start, buffer)
             yield buffer
             start += size
     except ShardMissing as error:

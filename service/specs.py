@@ -14,11 +14,21 @@ from service.state import Service
 
 
 def json_of(body: bytes) -> Any:
-    """The document of a body. Raises the Problem of one that is not JSON."""
+    """The document of a body. Raises the Problem of one that is not JSON, or says something twice."""
     try:
-        return json.loads(body)
+        return json.loads(body, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise problems.malformed_json(f"a spec as a JSON object is required; {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises the Problem of a field that is there twice: of which Python takes the last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise problems.bad_spec(name[:60], "this field is required once at most, found it several times")
+        found[name] = value
+    return found
 
 
 def parsed(document: Any) -> Spec:

@@ -35,7 +35,8 @@ class OpenStream(Protocol):
 
 
 _PREVIEWS_AT_ONCE = 2  # each takes a core for some seconds
-_NUM_READERS = 8  # threads that read the store; long work has threads of its own
+_NUM_ASKING = 8  # threads that ask the store
+_NUM_READERS = 8  # threads that read shards; longer work has threads of its own
 
 
 class Service:
@@ -45,7 +46,8 @@ class Service:
         self.settings = settings
         self.store: Store = open_store(settings.store)
         self.metrics = Metrics()
-        self.executor = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="store")
+        self.executor = ThreadPoolExecutor(_NUM_ASKING, thread_name_prefix="store")
+        self.readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shards")
         self.feeds = Feeds(self.store, self.executor)
         self.files = ShardFiles(self.store)
         self.buffers = Buffers(settings.max_chunk_bytes)
@@ -63,6 +65,11 @@ class Service:
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Short work on the store, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+
+    async def read_in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """What reads shards, off the event loop: to fetch one from an object store may take minutes, in which
+        nobody else is to wait, /readyz least of all."""
+        return await asyncio.get_running_loop().run_in_executor(self.readers, function, *args)
 
     async def find_dataset(self, text: str) -> str:
         """The id that a name, or the beginning of an id, means. Raises UnknownName, AmbiguousName."""
@@ -106,7 +113,8 @@ class Service:
             await self.long_in_thread(self.scheduler.stop, left_s)
         self.feeds.close()
         self.files.close()
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.executor, self.readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 async def service_of(request: Request) -> Service:

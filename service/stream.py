@@ -240,4 +240,4 @@ class _Stream:
         try:
             return reader.read(size, wait=False)
         except WouldBlock:
-            return await self._service.in_thread(reader.read, size)
+            return await self._service.read_in_thread(reader.read, size)

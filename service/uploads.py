@@ -62,7 +62,8 @@ async def post_upload(
     try:
         await service.in_thread(upload.open)
         await _receive(request, upload, service)
-        stored = await service.in_thread(upload.finish, ending.group().lower())
+        # To an object store the whole file goes only now.
+        stored = await service.long_in_thread(upload.finish, ending.group().lower())
     except OSError as error:
         raise _storage_problem(error) from error
     except ClientDisconnect as error:

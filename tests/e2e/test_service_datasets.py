@@ -140,6 +140,13 @@ def test_a_wrong_spec_names_its_field(server, data, change, field):
     assert server.get("/v1/datasets").json == {"datasets": []}
 
 
+def test_a_field_that_is_there_twice_is_named(server):
+    """Whichever of the two were taken, the other was meant by somebody."""
+    body = b'{"source": {"paths": ["a.jsonl"]}, "packing": {"max_tokens": 16, "max_tokens": 32}}'
+    found = problem(server.post_spec(body), 422)
+    assert (found["field"], "several times" in found["detail"]) == ("max_tokens", True)
+
+
 def test_a_file_that_is_not_what_its_name_says(server, data):
     (data / "fake.parquet").write_bytes(b"not parquet")
     found = problem(server.post_spec(spec_of(data / "fake.parquet")), 422)

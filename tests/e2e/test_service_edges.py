@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from packing_job import write_rows
@@ -17,6 +18,7 @@ from packer.logs import request_id
 from packer.runners import InlineRunner
 from packer.store import LocalStore
 from service import logs
+from service.files import ShardFiles, WouldBlock
 from service.health import check_writing
 from service.settings import Settings
 from trainer_client import PackedStream
@@ -263,6 +265,27 @@ def test_f43_a_waiting_stream_is_cut_not_ended(tmp_path, number):
         said = server.said()
         assert "Traceback" not in said
         assert said.splitlines()[-1].endswith("padfree.service: stopped")
+
+
+def test_shards_that_take_long_to_fetch_hold_nobody_else_up(tmp_path, monkeypatch):
+    """As from an object store, where each of many ranks waits for another shard that is not in the cache."""
+    dataset = build_dataset(tmp_path, numbered_packs(40), packs_per_shard=2)
+    fetched, read_all = threading.Event(), ShardFiles.read_all
+
+    def waits(files, pieces, *, wait=True):
+        if not wait:
+            raise WouldBlock
+        assert fetched.wait(60)
+        read_all(files, pieces)
+
+    monkeypatch.setattr(ShardFiles, "read_all", waits)
+    with running(tmp_path) as server, ThreadPoolExecutor(20) as ranks:
+        streams = [ranks.submit(server.stream, dataset, start=2 * rank, max_steps=1) for rank in range(20)]
+        wait_for(lambda: len(server.service.streams) == 20)
+        for path in ("/readyz", "/v1/datasets", f"/v1/datasets/{dataset}/shards", "/metrics"):
+            assert server.get(path).status == 200, path
+        fetched.set()
+        assert [len(messages(one.result().body)) for one in streams] == [1] * 20
 
 
 def test_a_long_poll_ends_with_the_service(tmp_path):

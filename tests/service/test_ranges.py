@@ -12,6 +12,7 @@ from service.ranges import Unsatisfiable, is_unchanged, may_send_range, parse_ra
     [
         ("bytes=0-99", (0, 100)),
         ("bytes=900-", (900, 1000)),
+        ("Bytes=900-901", (900, 902)),
         ("bytes=-50", (950, 1000)),
         ("bytes=0-5000", (0, 1000)),
         ("bytes=-5000", (0, 1000)),
