@@ -1,8 +1,9 @@
 """Batches of one shape: for torch.compile and CUDA graphs, which want to see no other.
 
 Tokens are padded to a fixed number: what is added is one segment of its own, at the end, that trains
-nothing. Boundaries are padded to a fixed number with the end of the batch, which makes segments of no
-tokens: every varlen kernel passes over them. The longest segment is given as a constant, an upper bound,
+nothing. Its positions are all 0: a model may know fewer positions than there is padding, or scale them by the
+largest (longrope). Boundaries are padded to a fixed number with the end of the batch, which makes segments of
+no tokens: every varlen kernel passes over them. The longest segment is given as a constant, an upper bound,
 which is all that kernels use it for.
 """
 
@@ -14,7 +15,6 @@ from trainer_client.batch import PackedBatch
 from trainer_client.needs import needs_torch
 
 with needs_torch("trainer_client.static"):
-    import torch
     from torch.nn import functional
 
 from trainer_client.device import Tensors
@@ -79,10 +79,9 @@ def fixed(arrays: Tensors, batch: PackedBatch, shape: StaticShape) -> Tensors:
     pad = shape.num_tokens - batch.num_tokens
     ends = arrays.cu_seqlens.new_full((shape.num_segments + 1,), shape.num_tokens)
     ends[: batch.num_segments + 1] = arrays.cu_seqlens
-    ramp = torch.arange(pad, dtype=arrays.position_ids.dtype, device=arrays.position_ids.device)
     return Tensors(
         input_ids=functional.pad(arrays.input_ids, (0, pad)),
-        position_ids=torch.cat([arrays.position_ids, ramp]),
+        position_ids=functional.pad(arrays.position_ids, (0, pad)),
         cu_seqlens=ends,
         loss_mask=functional.pad(arrays.loss_mask, (0, pad)),
     )

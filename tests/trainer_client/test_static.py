@@ -10,7 +10,14 @@ import pytest
 import torch
 from packs import build_dataset, changed, random_packs
 from torch._dynamo.testing import CompileCounter
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from packer.spec import PackingSpec
 from trainer_client import PackedStream, attention, attention_kernels
@@ -53,12 +60,43 @@ def test_every_batch_has_the_shape_and_the_padding_is_a_segment_that_trains_noth
             assert kwargs[name].dtype == plain[name].dtype
             assert torch.equal(kwargs[name][:, :n], plain[name])
         assert (kwargs["labels"][:, n:] == -100).all()
-        assert kwargs["position_ids"][0, n:].tolist() == list(range(pad))
+        assert kwargs["position_ids"][0, n:].tolist() == [0] * pad
         assert (kwargs["seq_idx"][:, n:] == batch.num_segments).all()
         ends = kwargs["cu_seq_lens_q"]
         assert ends.tolist() == [*batch.cu_seqlens.tolist(), *[256] * (32 - batch.num_segments)]
         assert ends.dtype == torch.int32
         assert kwargs["max_length_q"] == kwargs["max_length_k"] == 256
+
+
+@pytest.mark.parametrize("implementation", ["padfree", "sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["longrope", "learned"])
+def test_padding_takes_no_position_that_the_examples_do_not(kind: str, implementation: str) -> None:
+    """longrope takes other factors where one position is beyond; of learned ones there are so many."""
+    attention.register()
+    torch.manual_seed(0)
+    batch = batch_of(1)
+    assert batch.max_seqlen <= 64 < 256 - batch.num_tokens
+    model: Any
+    if kind == "learned":
+        sizes = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation=implementation))
+    else:
+        rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+        rope |= {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+        config = Phi3Config(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, original_max_position_embeddings=64,
+            rope_parameters=rope, pad_token_id=0, attn_implementation=implementation,
+        )  # fmt: skip
+        model = Phi3ForCausalLM(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_(0, 0.3)
+    with torch.no_grad():
+        plain, padded = (
+            model.eval()(**batch.for_transformers(static=static)).logits for static in (False, SHAPE)
+        )
+    torch.testing.assert_close(padded[:, : batch.num_tokens], plain, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["padfree", "sdpa", "eager"])
