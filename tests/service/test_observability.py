@@ -82,15 +82,19 @@ def test_a_rank_that_does_not_read_lags(tmp_path):
     dataset = build_dataset(tmp_path, packs, packs_per_shard=200)
     lag = f'padfree_stream_lag_steps{{dataset="{dataset}",rank="1"}}'
     with running(tmp_path, max_chunk_bytes=64 << 10) as server:
-        sent = server.service.metrics.served_bytes.labels("stream")
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
         connection.connect(("127.0.0.1", server.port))
         call = f"GET /v1/datasets/{dataset}/stream?rank=1&world_size=2 HTTP/1.1\r\nHost: x\r\n\r\n"
         connection.sendall(call.encode())
-        wait_for(lambda: sent._value.get() > 0)
-        left = value(server.get("/metrics").body.decode(), lag)
-        assert 200 < left < 400  # of 400 steps; what was sent fills no more than the sockets
+        left = wait_for(
+            lambda: (
+                lag in (text := server.get("/metrics").body.decode())
+                and (now := value(text, lag)) < 400
+                and now
+            )
+        )
+        assert left > 200  # of 400 steps; what was sent fills no more than the sockets
         connection.close()
         wait_for(lambda: server.service.num_streams == 0)
         assert lag not in server.get("/metrics").body.decode()
