@@ -79,7 +79,9 @@ class Chats:
         self, tokenizer: Tokenizer, *, masked: bool, last_only: bool = False, names: Mapping[str, str]
     ) -> None:
         self.template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
-        self.habits, self.prints_calls = learn_habits(self.template)
+        habits, self.prints_calls = learn_habits(self.template)
+        reads_calls = any("function_call" in source for source in self.template.sources.values())
+        self.habits = dataclasses.replace(habits, function_call=reads_calls)
         self._prints_all_calls = prints_all_calls(self.template, self.habits)
         self._prints_tools = prints_tools(self.template, PROBE_TOOLS)
         self._prints_reasoning = prints_reasoning(self.template)

@@ -67,6 +67,7 @@ class Habits:
     arguments_as_text: bool = False  # tool-call arguments as JSON text, not as an object
     null: Literal["absent", "empty", "null"] = "absent"  # what content is that is null beside tool calls
     empty: bool = True  # whether content may be an empty text there; else it is taken for null
+    function_call: bool = False  # reads OpenAI's older form of a tool call itself
 
 
 def kind(value: Any) -> str:
@@ -158,6 +159,12 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
         )
     # As in transformers, a key that is null is one that is not there.
     clean = {key: value for key, value in message.items() if value is not None and key not in _FLAG_KEYS}
+    if "function_call" in clean and not habits.function_call:
+        if "tool_calls" in clean:
+            raise RowProblem(
+                f"field {name}: tool_calls or function_call is required, found both; leave one out"
+            )
+        clean["tool_calls"] = [clean.pop("function_call")]
     content = clean.get("content")
     if isinstance(content, list):
         content = clean["content"] = _content_parts(content, name, habits)

@@ -148,6 +148,23 @@ def test_an_empty_content_beside_calls_is_null_where_the_template_needs_that() -
     assert empty.input_ids.tolist() == null.input_ids.tolist()
 
 
+def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
+    question = said("user", "hi")
+    old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"b": 1}'}}
+    found, new = (rendered(DROPPING, question, one, loss="all") for one in (old, calling(CALL)))
+    assert (found.errors, found.input_ids.tolist()) == ([], new.input_ids.tolist())
+    [(_, reason)] = rendered(DROPPING, question, old | {"tool_calls": [CALL]}, loss="all").errors
+    assert "tool_calls or function_call is required, found both" in reason
+    callless = DROPPING.replace("message.tool_calls or []", "[]")
+    [(_, reason)] = rendered(callless, question, old, loss="all").errors
+    assert "prints no tool calls" in reason
+    # A template that reads it gets it as it is.
+    reading = callless.replace("| trim }}", "| trim }}{{ (message.function_call or {}).name }}")
+    tokenizer = Tokenizer(toy.byte_level_bundle())
+    out = rendered(reading, question, old, loss="all")
+    assert tokenizer.decode(out.input_ids.tolist()).endswith("<asst>f<end>")
+
+
 def test_reasoning_that_is_dropped_is_counted() -> None:
     talk = [said("user", "hi"), answer("yes", reasoning_content="so"), said("user", "ho"), answer("no")]
     for loss in ("assistant", "all"):
