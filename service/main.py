@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from service.wire import with_wires
 
 log = logging.getLogger("padfree.service")
 
+_STUCK_S = 1.0  # for threads that read the store, once all else has ended
 _FLUSH_S = 1.0  # for a stream that was cut off to leave the socket's buffer
 
 
@@ -51,7 +54,11 @@ def runner_for(settings: Settings) -> Runner | Callable[[], Runner] | None:
 
 
 def serve(settings: Settings) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status. Open streams are cut off then."""
+    """Serve until SIGTERM or SIGINT; returns the exit status. Open streams are cut off then.
+
+    Where a store does not answer even then, the process ends here: Python would wait for whoever asks it.
+    """
+    before = set(threading.enumerate())
     logs.configure(settings)
     if missing := [str(root) for root in settings.data_roots if not root.is_dir()]:
         raise SettingsError(f"PADFREE_DATA_ROOTS (--data-root): no such folder: {', '.join(missing)}")
@@ -68,8 +75,22 @@ def serve(settings: Settings) -> int:
     gc.freeze()  # what was imported stays; to go through it again took a fifth of the time of 64 streams
     with _signals_end_in_order():
         server_for(app, settings).run(sockets=[listener])
+    stuck = _left_after(_STUCK_S, set(threading.enumerate()) - before)
+    if stuck:
+        log.warning("stopped, without an answer from the store to: %s", ", ".join(stuck))
+        logging.shutdown()
+        os._exit(0)
     log.info("stopped")
     return 0
+
+
+def _left_after(seconds: float, threads: Iterable[threading.Thread]) -> list[str]:
+    """Names of those threads that Python waits for at its end, and that have not ended by then."""
+    until = time.monotonic() + seconds
+    awaited = [one for one in threads if not one.daemon]
+    for one in awaited:
+        one.join(max(0.0, until - time.monotonic()))
+    return sorted(one.name for one in awaited if one.is_alive())
 
 
 def check_store(settings: Settings) -> None:

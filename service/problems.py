@@ -155,6 +155,10 @@ def transient(detail: str, *, retry_after_s: int = 2) -> Problem:
     return Problem("transient", 503, "Try again", detail, headers={"Retry-After": str(retry_after_s)})
 
 
+def service_stops() -> Problem:
+    return transient("the service stops; send the request again in a moment")
+
+
 def no_space(detail: str) -> Problem:
     return Problem("no-space", 507, "No space left", detail)
 

@@ -88,8 +88,7 @@ class RequestContext:
                 raise
             log.warning("%s %s is given up: the service stops", scope["method"], scope["path"])
             if status == 0:
-                gone = problems.transient("the service stops; send the request again in a moment")
-                await gone.response()(scope, receive, counted)
+                await problems.service_stops().response()(scope, receive, counted)
         except Exception:
             # Here, and not in the server, so that log line and answer carry the id.
             log.exception("%s %s failed", scope["method"], scope["path"])

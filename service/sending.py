@@ -15,7 +15,7 @@ from contextlib import aclosing
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.problems import Problem
+from service.problems import Problem, service_stops
 from service.state import Service
 from service.wire import Wire, wire_of
 
@@ -63,6 +63,8 @@ class ChunkedResponse(Response):
                 sending.result()
                 how = "complete"
             elif not gone.done():
+                if not self._started:
+                    raise service_stops()
                 how = "cut"
                 log.info("%s is cut off: the service stops", self._what)
         except Exception as error:

@@ -11,7 +11,9 @@ import os
 import pickle
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from packing_job import Packed, pack_document, spec_of, write_rows, write_tokenizer
-from s3 import Objects, environment, s3_server, use
+from s3 import Objects, _Handler, environment, s3_server, use
 from serving import messages, running, spawned, wait_for
 
 from packer.coordinator import Busy, pack
@@ -370,6 +372,35 @@ def test_a_cache_that_cannot_be_written_is_no_damage_of_the_dataset(
             assert (answer.status, answer.json["type"]) == (503, "urn:padfree:problem:transient")
         assert "set PADFREE_CACHE_DIR" in caplog.text
         assert str(tmp_path) not in answer.body.decode()
+
+
+def test_a_service_ends_although_its_store_does_not_answer(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network that swallows packets: threads wait for a shard, and Python would wait for them."""
+    dataset = pack_document(STORE, document(tmp_path, ".jsonl")).job.dataset
+    monkeypatch.setenv("PADFREE_CACHE_DIR", str(tmp_path / "empty"))
+    asked, end, send = threading.Event(), threading.Event(), _Handler._object
+
+    def wait(handler: _Handler, data: bytes) -> None:
+        if "/shards/" in handler.path:
+            asked.set()
+            end.wait(60)
+        send(handler, data)
+
+    with spawned(STORE, data_root=tmp_path) as server, ThreadPoolExecutor(1) as trainer:
+        assert server.process is not None
+        monkeypatch.setattr(_Handler, "_object", wait)
+        answer = trainer.submit(server.stream, dataset)
+        assert asked.wait(30)
+        server.process.send_signal(signal.SIGTERM)
+        try:
+            assert server.process.wait(30) == 0
+        finally:
+            end.set()
+        assert (answer.result().status, answer.result().json["type"][-9:]) == (503, "transient")
+        assert "stopped, without an answer from the store" in server.said()
+        assert "ERROR" not in server.said()
 
 
 def test_a_packer_that_lost_its_lock_stops_and_changes_nothing(
