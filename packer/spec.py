@@ -22,7 +22,7 @@ from packer.shard import FORMAT_VERSION
 from packer.shown import is_text, kind, shown
 
 # Raised whenever equal specs would give other bytes than before: old datasets keep their ids.
-ENGINE_VERSION = 5
+ENGINE_VERSION = 6
 
 MAX_TOKENS_LIMIT = 1 << 24
 MOST_CAPACITIES = 64  # of max_tokens as a list
