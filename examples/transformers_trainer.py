@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import logging
 import math
 from collections.abc import Iterator
@@ -51,7 +52,8 @@ class PackedBatches:
 
     def __init__(self, *args: Any, stream: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        given: TrainingArguments = self.args
+        # A copy: what is set below is of this dataset, and the caller may use theirs for another.
+        self.args = given = copy.copy(self.args)
         self._require_whole_losses(stream)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # there the model may be in parts already
             with self.compute_loss_context_manager():

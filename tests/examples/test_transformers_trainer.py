@@ -150,6 +150,17 @@ def test_callbacks_restored_by_the_trainer_know_the_stream(tmp_path: Path) -> No
     assert resumed.ids == [last.input_ids.tolist()]
 
 
+def test_arguments_may_be_used_for_another_dataset(tmp_path: Path) -> None:
+    given = arguments(tmp_path / "output", num_train_epochs=1)
+    for num_steps in (2, 4):
+        store = tmp_path / str(num_steps)
+        dataset = pack_rows(store, rows_of(num_steps * MINIBATCH))
+        trainer = Observed(model=tiny(), args=given, stream={"source": store, "dataset": dataset})
+        trainer.train()
+        assert trainer.state.global_step == num_steps
+    assert given.max_steps == -1
+
+
 def test_while_packing_runs_max_steps_is_required(tmp_path: Path) -> None:
     dataset = start_dataset(tmp_path, identity="growing")
     commit_partition(tmp_path, dataset, 0, numbered_packs(3), packs_per_shard=2)
