@@ -1,7 +1,9 @@
 """What all tests share."""
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,3 +23,10 @@ def _no_disk_is_waited_for() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture
+def short_tmp() -> Iterator[Path]:
+    """A folder for Ray, whose sockets lie below it: their paths are limited to 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="pf") as folder:
+        yield Path(folder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ def pack_of(segments: Sequence[Sequence[int]], example_ids: Sequence[int]) -> Pa
 def numbered_packs(num_packs: int, *, length: int = 4) -> list[Pack]:
     """Pack i holds one segment: example i, of `length` tokens, the first of which is i."""
     return [pack_of([[i, *range(1, length)]], [i]) for i in range(num_packs)]
+
+
+def taken(batches: Iterable[Any]) -> list[int]:
+    """Which numbered packs these batches hold, in order."""
+    return [number for batch in batches for number in batch.example_ids.tolist()]
 
 
 def random_packs(num_packs: int, *, max_tokens: int = 64, vocab_size: int = 500, seed: int = 0) -> list[Pack]:

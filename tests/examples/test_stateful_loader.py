@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from packs import build_dataset, numbered_packs
+from packs import build_dataset, numbered_packs, taken
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trainer_client import PackedDataset, PackedStream
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 def loader_of(store: Path, dataset: str, num_workers: int, **options: Any) -> StatefulDataLoader:
     packed = PackedDataset(store, dataset=dataset, **options)
     return StatefulDataLoader(packed, batch_size=None, num_workers=num_workers)
-
-
-def taken(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch.example_ids.tolist()]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,14 +65,6 @@ def test_who_waits_for_nothing_waits_and_does_not_spin(name: str, monkeypatch: p
     monkeypatch.setattr(runners.time, "sleep", waited.append)
     assert tasks.wait(0.5) == []
     assert waited == [0.5]
-
-
-@pytest.fixture
-def short_tmp() -> Iterator[Path]:
-    # Ray's sockets lie below it, and their paths are limited to 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="pf"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def test_ray_runs_tasks_tells_errors_and_deaths_and_leaves_nothing(short_tmp: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +60,6 @@ with RayRunner(num_cpus=asked["num_workers"]) as runner:
     report = pack(job, store, runner)
 print(json.dumps({"dataset": job.dataset, "report": report, "workers": len(list(here.iterdir()))}))
 """
-
-
-@pytest.fixture
-def short_tmp() -> Iterator[Path]:
-    """A folder with a short path: Ray's sockets lie in it."""
-    with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp") as folder:
-        yield Path(folder)
 
 
 def write_files(folder: Path) -> Path:

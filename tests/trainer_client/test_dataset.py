@@ -19,6 +19,7 @@ from packs import (
     finish_dataset,
     numbered_packs,
     start_dataset,
+    taken,
 )
 from torch.utils.data import DataLoader, get_worker_info
 
@@ -27,10 +28,6 @@ from trainer_client import DatasetFailed, PackedDataset, PackedStream, StateMism
 
 def loader(dataset: PackedDataset, num_workers: int, **options: Any) -> DataLoader:
     return DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
-
-
-def taken(batches: Any) -> list[int]:
-    return [number for batch in batches for number in batch.example_ids.tolist()]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_service import FakeService, Fault
-from packs import build_dataset, commit_partition, finish_dataset, numbered_packs, pack_of, start_dataset
+from packs import (
+    build_dataset,
+    commit_partition,
+    finish_dataset,
+    numbered_packs,
+    pack_of,
+    start_dataset,
+    taken,
+)
 from reading_ahead import readers, until
 
 from packer.manifest import Manifest, remove_dataset
@@ -27,10 +35,6 @@ from trainer_client import DataDamaged, PackedStream, StreamRefused, StreamTimeo
 from trainer_client.portion import Portion
 
 pytestmark = pytest.mark.usefixtures("soon")
-
-
-def taken(stream: Any) -> list[int]:
-    return [number for batch in stream for number in batch.example_ids.tolist()]
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from packs import (
     numbered_packs,
     random_packs,
     start_dataset,
+    taken,
 )
 from prometheus_client.parser import text_string_to_metric_families
 from reading_ahead import once_awaited, until_full
@@ -40,13 +41,8 @@ from trainer_client import (
 )
 
 
-def taken(stream: Any) -> list[int]:
-    """Which numbered packs a whole iteration holds, in order."""
-    return [number for batch in stream for number in batch.example_ids.tolist()]
-
-
 def take(stream: PackedStream, count: int) -> list[int]:
-    return [n for batch in itertools.islice(iter(stream), count) for n in batch.example_ids.tolist()]
+    return taken(itertools.islice(iter(stream), count))
 
 
 # ------------------------------------------------------------------ order
