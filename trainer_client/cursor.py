@@ -72,6 +72,11 @@ class Split:
         return self.world_size * self.packs_per_step
 
     @property
+    def num_fillers(self) -> int:
+        """Fillers that a last step may have, at most."""
+        return self.packs_of_step - 1 if self.tail == "pad" else 0
+
+    @property
     def factors(self) -> dict[str, int]:
         """What packs_of_step is the product of, as the stream was asked for it: packs_per_step of a batch."""
         return {

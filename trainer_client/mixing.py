@@ -104,6 +104,7 @@ class MixedStream:
         self._tokens = [0] * len(self.streams)
         self._turn: int | None = None  # the source of an optimiser step that is not done
         self._exhausted = [False] * len(self.streams)  # who came to its end in this iteration
+        self._ended_by: int | None = None  # the source at whose end this iteration came to its own
         self._over = False  # whether an iteration came to its end since the last state was loaded
         self._states: list[dict[str, Any]] = []
         self._drawn_since: dict[str, Any] | None = None  # the state before the batch that is being drawn
@@ -149,11 +150,13 @@ class MixedStream:
     def __iter__(self) -> Iterator[PackedBatch]:
         self._iteration += 1
         self._states = [one.state_dict() for one in self.streams]
+        if self._ended_by is not None and not self._is_over(self._ended_by):  # it was given more epochs
+            self._ended_by = None
         if self._over:
             for source in range(len(self.streams)):
                 if self._is_over(source):
                     self._go_on(source)
-            self._exhausted, self._over = [False] * len(self.streams), False
+            self._exhausted, self._over, self._ended_by = [False] * len(self.streams), False, None
         return self._batches([iter(one) for one in self.streams], self._iteration)
 
     def _batches(self, iterators: list[Iterator[PackedBatch]], iteration: int) -> Iterator[PackedBatch]:
@@ -194,7 +197,7 @@ class MixedStream:
 
     def _draw(self, iterators: list[Iterator[PackedBatch]]) -> tuple[int, PackedBatch] | None:
         """The next batch, of the source whose turn it is; None at the end of the iteration."""
-        while True:
+        while self._ended_by is None:
             source = self._whose_turn() if self._turn is None else self._turn
             batch = None if self._is_over(source) else next(iterators[source], None)
             if batch is not None:
@@ -202,9 +205,11 @@ class MixedStream:
             self._exhausted[source] = True
             self._leave_at_its_end(source)
             if self._until == "first_exhausted" or all(self._ended()):
-                return None
-            self._go_on(source)
-            iterators[source] = iter(self.streams[source])
+                self._ended_by = source
+            else:
+                self._go_on(source)
+                iterators[source] = iter(self.streams[source])
+        return None
 
     def _go_on(self, source: int) -> None:
         """Let a source that is at its end begin its next epochs."""
@@ -306,6 +311,7 @@ class MixedStream:
             "passes": list(self._passes),
             "tokens": list(self._tokens),
             "exhausted": list(self._exhausted),
+            "ended_by": self._ended_by,
             "weights": {str(first): list(weights) for first, weights in sorted(self._weights.items())},
             "sources": list(self._states),
         }
@@ -344,6 +350,7 @@ class MixedStream:
         self._step, self._loop_step, self._turn = state["step"], state["loop_step"], state["turn"]
         self._passes, self._tokens = list(state["passes"]), list(state["tokens"])
         self._exhausted, self._over = list(state["exhausted"]), False
+        self._ended_by = state["ended_by"]
         self._states, self._drawn_since = list(state["sources"]), None
         self._iteration += 1
 

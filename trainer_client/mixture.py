@@ -10,7 +10,7 @@ from trainer_client.cursor import count_in, count_of
 from trainer_client.errors import StateMismatch
 
 STATE_VERSION = 1
-_PARTS = ("step", "loop_step", "turn", "passes", "tokens", "exhausted", "weights", "sources")
+_PARTS = ("step", "loop_step", "turn", "passes", "tokens", "exhausted", "ended_by", "weights", "sources")
 _SETTINGS = {"mixed": "sources", "batches_per_step": "batches_per_step", "until": "until"}
 
 
@@ -36,9 +36,10 @@ def require_state(
     for name in ("step", "loop_step"):
         count_in(state, name)
     num_sources = len(settings["mixed"])
-    turn = state["turn"]
-    if turn is not None and count_in(state, "turn") >= num_sources:
-        raise ValueError(f"turn of the state: 0 to {num_sources - 1}, or null, is required, found {turn}")
+    for name in ("turn", "ended_by"):
+        if state[name] is not None and count_in(state, name) >= num_sources:
+            wanted = f"0 to {num_sources - 1}, or null, is required"
+            raise ValueError(f"{name} of the state: {wanted}, found {state[name]}")
     _require_each(state, "passes", num_sources, "numbers of 0 or more", _is_pass)
     _require_each(state, "tokens", num_sources, "whole numbers of 0 or more", _is_count)
     _require_each(state, "exhausted", num_sources, "true or false", lambda one: isinstance(one, bool))

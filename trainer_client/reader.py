@@ -118,7 +118,7 @@ class Reader:
     lane: Lane = field(default_factory=Lane)
     skips: tuple[Skip, ...] = ()
     segment_multiple: int = 1
-    num_fillers: int = 0  # that a loaded state may count as packs
+    num_fillers: int = 0  # that the cursor may count as packs
     cancelled: threading.Event = field(default_factory=threading.Event)
     layout: Layout | None = None
     end: Cursor | None = None  # where the iteration ended, once it has

@@ -126,7 +126,7 @@ class PackedStream:
         self._source, self._token, self._timeout_s = source, token, timeout_s
         self._cursor = Cursor()
         self._skips: tuple[Skip, ...] = ()
-        self._num_fillers = 0  # that the loaded state may count as packs
+        self._num_fillers = self._split.num_fillers  # that the cursor may count as packs
         self._lane = Lane()
         self._told_spec: dict[str, Any] = {}  # by the copy that `_follow` follows, as specs.of_state
         self._start()
@@ -332,8 +332,8 @@ class PackedStream:
             raise
 
     def _stand(self, at: Standing) -> None:
-        self._cursor, self._skips, self._term, self._num_fillers = at
-        self._ended = False
+        self._cursor, self._skips, self._term, num_fillers = at
+        self._num_fillers, self._ended = max(num_fillers, self._split.num_fillers), False
         self.close()
 
     def skip(self, steps: Iterable[int], *, epoch: int | None = None) -> None:

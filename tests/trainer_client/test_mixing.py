@@ -239,6 +239,27 @@ def test_a_mixture_at_its_end_gives_nothing_more_when_resumed(
 
 
 @pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
+@pytest.mark.parametrize("batches_per_step", [1, 2, 3])
+def test_weights_behind_the_end_of_a_mixture_do_not_make_it_go_on(
+    tmp_path: Path, until: Any, batches_per_step: int
+) -> None:
+    """Where the source that came to its end is not drawn from any more from the next step on."""
+    datasets = lengths_of(tmp_path, {"small": (4, 4), "large": (9, 4)})
+    how: dict[str, Any] = {"weights": [1, 1], "until": until, "batches_per_step": batches_per_step}
+    whole = list(mixed(tmp_path, datasets, **how))
+    num_steps = len(whole)
+    is_short = whole[-1].num_packs < batches_per_step  # else the end is found in drawing the next one
+    for to in ([1, 0], [0, 1]):
+        how["schedule"] = {num_steps + (not is_short): to}
+        stream = mixed(tmp_path, datasets, **how)
+        assert len(list(stream)) == num_steps
+        resumed = mixed(tmp_path, datasets, **how)
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert list(resumed) == []
+        assert list(resumed)  # iterated once more
+
+
+@pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
 @pytest.mark.parametrize("batches_per_step", [1, 2, 5])
 def test_broken_off_at_the_last_batch_it_goes_on_as_its_state_does(
     tmp_path: Path, batches_per_step: int, until: Any

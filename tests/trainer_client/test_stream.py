@@ -834,3 +834,27 @@ def test_a_dataset_must_be_named(tmp_path: Path, source: str, dataset: Any) -> N
     where = source if source.startswith("http") else tmp_path
     with pytest.raises(ValueError, match="dataset: an id, the beginning of one or a name is required"):
         PackedStream(where, dataset=dataset, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("packs_per_step", [2, 3])
+def test_broken_off_at_a_padded_last_step_while_packing_runs_it_goes_on(
+    source: str, tmp_path: Path, packs_per_step: int
+) -> None:
+    """The step ends behind the last pack, since it came before the end was known: that is no wrong state."""
+    packs, dataset = numbered_packs(5), start_dataset(tmp_path, identity="padded")
+    commit_partition(tmp_path, dataset, 0, packs, packs_per_shard=5)
+    stream = PackedStream(
+        source, dataset=dataset, packs_per_step=packs_per_step, tail="pad", epochs=2, report_s=None
+    )
+    batches = iter(stream)
+    seen = list(itertools.islice(batches, 5 // packs_per_step))
+    finish_dataset(tmp_path, dataset, 1, packs)
+    seen.append(next(batches))
+    state = stream.state_dict()
+    assert (state["epoch"], state["packs"]) == (1, 0)
+    assert len(stream) == 2 * len(seen)
+    seen += stream  # iterated again, in the same process
+    assert [batch.epoch for batch in seen] == [0] * (len(seen) // 2) + [1] * (len(seen) // 2)
+    for epoch in (0, 1):
+        ids = [number for batch in seen if batch.epoch == epoch for number in batch.example_ids.tolist()]
+        assert sorted(ids) == [0, 1, 2, 3, 4]
