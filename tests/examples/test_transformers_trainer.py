@@ -18,11 +18,13 @@ from training import (
     joined,
     on_ranks,
     pack_rows,
+    padded,
     padded_losses,
     rows_of,
     tiny,
 )
 from transformers import (
+    DataCollatorWithFlattening,
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
@@ -53,8 +55,9 @@ class Observed(PackedTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: Any = False, num_items_in_batch: Any = None
     ):
-        self.received.append((dict(inputs), int(num_items_in_batch)))
-        self.shares.append(1 / self.current_gradient_accumulation_steps)
+        if model.training:
+            self.received.append((dict(inputs), int(num_items_in_batch)))
+            self.shares.append(1 / self.current_gradient_accumulation_steps)
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     @property
@@ -148,6 +151,26 @@ def test_callbacks_restored_by_the_trainer_know_the_stream(tmp_path: Path) -> No
     resumed.train(resume_from_checkpoint=True)
     (last,) = list(PackedStream(tmp_path, dataset=dataset))[3:]
     assert resumed.ids == [last.input_ids.tolist()]
+
+
+def test_it_evaluates_rows_while_it_trains(tmp_path: Path) -> None:
+    dataset, rows = pack_rows(tmp_path, rows_of(4 * MINIBATCH)), rows_of(4, seed=1)
+    evaluating = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
+    trainer = Observed(
+        model=tiny(),
+        args=arguments(tmp_path / "output", max_steps=4, **evaluating),
+        stream={"source": tmp_path, "dataset": dataset},
+        eval_dataset=rows,
+        data_collator=DataCollatorWithFlattening(),
+    )
+    trainer.train()
+    model = trainer.model.eval()
+    with torch.no_grad():
+        wanted = model(**{**padded(rows), "attention_mask": None, "use_cache": False}).loss.item()
+    found = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(found) == 2
+    assert found[-1] == pytest.approx(wanted, abs=1e-5)  # causal: padding behind an example changes nothing
+    assert trainer.ids == [batch.input_ids.tolist() for batch in PackedStream(tmp_path, dataset=dataset)]
 
 
 def test_arguments_may_be_used_for_another_dataset(tmp_path: Path) -> None:
