@@ -115,15 +115,16 @@ class RayRunner:
         # Ray would write its cluster's secret into the home folder; this one ends with the cluster.
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        ray.init(
-            num_cpus=num_cpus or len(os.sched_getaffinity(0)),
-            include_dashboard=False,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=self._folder,
-            _node_ip_address="127.0.0.1",  # nobody else's business
-        )
+        with _keep_loopback():
+            ray.init(
+                num_cpus=num_cpus or len(os.sched_getaffinity(0)),
+                include_dashboard=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=self._folder,
+                _node_ip_address="127.0.0.1",  # nobody else's business
+            )
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -179,6 +180,22 @@ def _keep_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             api.PyOS_setsig(number, handler)
+
+
+@contextlib.contextmanager
+def _keep_loopback() -> Iterator[None]:
+    """Let 127.0.0.1 be the address of a node. Ray puts one that others reach in its place, and listens to the
+    whole network then; and a machine that goes to another network would lose its own cluster."""
+    services, name = ray._private.services, "resolve_ip_for_localhost"
+    before = getattr(services, name, None)  # of Ray's own, not promised to stay
+    if before is None:
+        yield
+        return
+    setattr(services, name, lambda host: host)
+    try:
+        yield
+    finally:
+        setattr(services, name, before)
 
 
 class _RayTasks:

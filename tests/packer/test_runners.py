@@ -31,7 +31,7 @@ def run(code: str, tmp_path: Path) -> str:
         timeout=120,
         env={**ALONE, "TMPDIR": str(tmp_path)},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -69,7 +69,7 @@ def test_who_waits_for_nothing_waits_and_does_not_spin(name: str, monkeypatch: p
 
 def test_ray_runs_tasks_tells_errors_and_deaths_and_leaves_nothing(short_tmp: Path) -> None:
     code = """
-import os, pathlib, signal, sys, threading
+import contextlib, os, pathlib, signal, sys, threading
 from packer import logs
 from packer.runners import WorkerDied
 from packer.runners.ray import RayRunner
@@ -96,6 +96,14 @@ with runner.open() as tasks:
             assert (name == "error") == isinstance(done.error, ValueError), done
             assert (name == "death") == isinstance(done.error, WorkerDied), done
             assert (name == "value") == (done.worker != "")
+files = set()
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):  # it may have ended
+        if os.environ["PADFREE_RAY_FOLDER"].encode() in (process / "environ").read_bytes():
+            files |= {os.readlink(one) for one in (process / "fd").iterdir()}
+lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}")]
+listening = {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in files}
+assert listening and all(one.endswith("0100007F") for one in listening), listening  # 127.0.0.1
 folder = os.environ["PADFREE_RAY_FOLDER"]
 print(folder)
 for path in pathlib.Path(folder, "session_latest/logs").glob("worker-*.err"):
