@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -30,3 +31,14 @@ def short_tmp() -> Iterator[Path]:
     """A folder for Ray, whose sockets lie below it: their paths are limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="pf") as folder:
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _loggers_are_left_as_they_were() -> Iterator[None]:
+    """What a test has them write to is closed when it ends: later ones would be told so in their output."""
+    loggers = {name: logging.getLogger(name) for name in ("padfree", "uvicorn")}
+    before = {name: one.__dict__ | {"handlers": list(one.handlers)} for name, one in loggers.items()}
+    yield
+    for name, attributes in before.items():
+        logging.getLogger(name).__dict__.update(attributes)
+        logging.getLogger(name).setLevel(attributes["level"])  # forgets what was kept of it

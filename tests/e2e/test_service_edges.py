@@ -139,8 +139,6 @@ def test_a_request_has_an_id(server):
 
 def test_json_logs_carry_the_request_id(capsys):
     chosen = Settings.from_environment({}, log_format="json")
-    loggers = {name: logging.getLogger(name) for name in ("padfree", "uvicorn")}
-    before = {name: one.__dict__ | {"handlers": list(one.handlers)} for name, one in loggers.items()}
     token = request_id.set("abc")
     try:
         logs.configure(chosen)
@@ -148,8 +146,6 @@ def test_json_logs_carry_the_request_id(capsys):
         logging.getLogger("uvicorn.error").error("ASGI callable returned without completing response.")
     finally:
         request_id.reset(token)
-        for name, attributes in before.items():
-            logging.getLogger(name).__dict__.update(attributes)
     (line,) = capsys.readouterr().err.splitlines()
     found = json.loads(line)
     assert (found["message"], found["level"], found["request_id"]) == ("dataset d\n failed", "warning", "abc")

@@ -110,11 +110,7 @@ def test_the_space_of_the_store_is_told(tmp_path):
 
 @pytest.fixture
 def json_logs():
-    loggers = {name: logging.getLogger(name) for name in ("padfree", "uvicorn")}
-    before = {name: one.__dict__ | {"handlers": list(one.handlers)} for name, one in loggers.items()}
-    yield lambda: service_logs.configure(Settings.from_environment({}, log_format="json"))
-    for name, attributes in before.items():
-        logging.getLogger(name).__dict__.update(attributes)
+    return lambda: service_logs.configure(Settings.from_environment({}, log_format="json"))
 
 
 def test_json_logs_carry_dataset_and_partition(json_logs, capsys):
