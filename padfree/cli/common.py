@@ -39,8 +39,20 @@ def add_place(parser: argparse.ArgumentParser) -> None:
     )
     place.add_argument("--url", metavar="URL", help="a running service, for example http://localhost:8000")
     parser.add_argument(
-        "--token", default=os.environ.get("PADFREE_TOKEN"), help="bearer token of the service (PADFREE_TOKEN)"
+        "--token",
+        type=_token,
+        default=os.environ.get("PADFREE_TOKEN"),
+        help="bearer token of the service (PADFREE_TOKEN)",
     )
+
+
+def _token(text: str) -> str | None:
+    from trainer_client.options import token_of
+
+    try:
+        return token_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @contextlib.contextmanager

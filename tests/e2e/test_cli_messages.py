@@ -55,6 +55,17 @@ def test_an_unknown_dataset_is_named(tmp_path: Path, capsys: Any, verb: str) -> 
         assert main(["stream", "caps", "--url", server.url]) == 0
 
 
+def test_a_token_comes_without_its_end_of_line_and_is_not_shown(tmp_path: Path, capsys: Any) -> None:
+    with running(tmp_path, tokens=("a-secret",)) as server:
+        assert main(["datasets", "--url", server.url, "--token", "a-secret\n"]) == 0
+        with pytest.raises(SystemExit) as exit:
+            main(["datasets", "--url", server.url, "--token", "a-secret\nX-Other: 1"])
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert "--token" in said
+    assert "a-secret" not in said
+
+
 def test_forgotten_ranks_are_warned_of(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
