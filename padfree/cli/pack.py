@@ -128,7 +128,11 @@ def _runner(args: argparse.Namespace, job: Any, store: Any) -> Any:
         return InlineRunner()
     from packer.runners.ray import RayRunner
 
-    return RayRunner(args.ray, num_cpus=args.workers)
+    try:
+        return RayRunner(args.ray, num_cpus=args.workers)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        where = "starts here" if args.ray is None else f"answers at {args.ray} (--ray)"
+        raise CommandError(f"no Ray {where}: {error}; without Ray: --workers 0") from error
 
 
 # ------------------------------------------------------------------ at a service

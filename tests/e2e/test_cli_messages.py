@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packing_job import write_rows
 from packs import build_dataset, numbered_packs
 from serving import running
 
@@ -64,6 +65,23 @@ def test_a_token_comes_without_its_end_of_line_and_is_not_shown(tmp_path: Path, 
     said = capsys.readouterr().err
     assert "--token" in said
     assert "a-secret" not in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(["--workers", 1], "no Ray starts here"), (["--ray", "h:1"], "at h:1 (--ray)")]
+)
+def test_a_ray_that_cannot_be_had_is_told(
+    tmp_path: Path, capsys: Any, monkeypatch: Any, options: list[Any], words: str
+) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError("the head has no room")
+
+    monkeypatch.setattr("ray.init", fail)
+    source = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1, 2]}])
+    said = told(capsys, "pack", source, "--store", tmp_path / "store", *options, status=1)
+    assert words in said
+    assert "the head has no room" in said
+    assert "--workers 0" in said
 
 
 def test_forgotten_ranks_are_warned_of(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
