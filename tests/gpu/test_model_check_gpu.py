@@ -21,14 +21,17 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
 }  # fmt: skip
+# Without dropout of attention, which not every build of a kernel does.
 OF_BERT = {name: SIZES[name] for name in SIZES if name not in ("num_key_value_heads", "head_dim")}
+OF_BERT["attention_probs_dropout_prob"] = 0.0
+OF_GPT2 = {"vocab_size": 512, "n_embd": 256, "n_layer": 4, "n_head": 4, "attn_pdrop": 0.0}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 DECODERS = {
     "llama": ("LlamaForCausalLM", SIZES),
     "mistral-window": ("MistralForCausalLM", {**SIZES, "sliding_window": 3}),
     "qwen3": ("Qwen3ForCausalLM", SIZES),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**SIZES, **EXPERTS}),
-    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 512, "n_embd": 256, "n_layer": 4, "n_head": 4}),
+    "gpt2": ("GPT2LMHeadModel", OF_GPT2),
     "smollm3": ("SmolLM3ForCausalLM", {**SIZES, "pad_token_id": 0}),
     "gemma3": ("Gemma3ForCausalLM", {**SIZES, "sliding_window": 3}),
     "bert": ("BertForMaskedLM", OF_BERT),
@@ -111,8 +114,8 @@ def test_what_carries_over_a_boundary_is_refused_or_told_apart(name: str) -> Non
         attention.check(model)
     if importlib.util.find_spec("causal_conv1d") and importlib.util.find_spec("mamba_ssm"):
         attention.check(model, seq_idx=True)
-    else:
-        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+    else:  # transformers refuses it, or (before 5.24) lets them meet without a word
+        with pytest.raises(ValueError, match=r"can't keep packed sequences apart|see each other"):
             attention.check(model, seq_idx=True)
 
 

@@ -328,6 +328,33 @@ def test_a_build_that_leaves_a_feature_out_is_not_trusted_with_it(
     torch.testing.assert_close(chosen, exact)
 
 
+def test_a_build_for_small_heads_is_not_trusted_with_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn built for heads of up to 128 takes larger ones and gives garbage."""
+
+    def fake_flash(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
+    ):  # fmt: skip
+        call = Call(
+            q=q, k=k, v=v, bounds=Boundaries(cu_seqlens_q), scale=softmax_scale, causal=causal, window=None,
+            softcap=None, dropout=0.0,
+        )  # fmt: skip
+        out = attention_kernels.per_segment(call, torch.nn.functional.scaled_dot_product_attention)
+        return out if q.shape[-1] <= 128 else torch.zeros_like(out)
+
+    monkeypatch.setitem(KERNELS, "flash2", replace(KERNELS["flash2"], cuda_half_only=False))
+    monkeypatch.setitem(attention_kernels._functions, "flash2", fake_flash)
+    monkeypatch.setattr(attention_kernels, "_ignored", {})
+    options = {"position_ids": torch.tensor([[*range(15), *range(25)]])}
+    for dim, value_dim in [(128, 128), (192, 128), (96, 256)]:
+        q, k, v = (torch.randn(1, 4, 40, size) for size in (dim, dim, value_dim))
+        exact = attention.attend(torch.nn.Module(), q, k, v, backend="sdpa", **options)
+        chosen = attention.attend(torch.nn.Module(), q, k, v, **options)
+        torch.testing.assert_close(chosen, exact)
+        if max(dim, value_dim) > 128:
+            with pytest.raises(AttentionRefused, match=f"does not do heads of {max(dim, value_dim)}"):
+                attention.attend(torch.nn.Module(), q, k, v, backend="flash2", **options)
+
+
 @pytest.mark.parametrize("name", ["flash2", "torch"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(24, 16), (16, 24), (20, 20), (13, 5)])
 @pytest.mark.parametrize("scale", [None, 0.3])
