@@ -6,10 +6,10 @@ import importlib.util
 import os
 
 from packer import sources
-from packer.bundle import Bundle
-from packer.fast import SWITCH
 from packer.spec import Job
 from packer.store import Store
+from packer.tokenization import Bundle
+from packer.tokenization.fast import SWITCH
 
 # Bytes of input a CPU second, measured (docs/operations.md, Sizing): one process, 8k vocabulary.
 _TEXTS, _CHATS, _REFERENCE, _IDS = 24e6, 9e6, 2.6e6, 80e6

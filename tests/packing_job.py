@@ -10,7 +10,6 @@ from typing import Any
 
 import toy
 
-from packer.bundle import Bundle
 from packer.coordinator import pack
 from packer.manifest import Manifest
 from packer.resolve import resolve
@@ -18,6 +17,7 @@ from packer.runners import InlineRunner, Runner
 from packer.shard import Pack, read_packs
 from packer.spec import Job, parse_spec
 from packer.store import Store, open_store
+from packer.tokenization import Bundle
 from packer.verify import verify_store
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from packer.bundle import Bundle
+from packer.tokenization import Bundle
 
 CONTROL = ["<pad>", "<bos>", "<eos>", "<sys>", "<usr>", "<asst>", "<tool>", "<end>", "<unk>", "<call>"]
 NUM_WORDS = 512

@@ -18,14 +18,13 @@ import pytest
 import toy
 from tokenizers import Tokenizer as Backend
 
-from packer.bundle import Bundle
-from packer.convert.ranks import byte_characters, last_pair, merges_of
-from packer.convert.sentencepiece import _merges
-from packer.convert.tiktoken import check_pattern, is_tiktoken
-from packer.convert.values import ConversionError
 from packer.render import Renderer
 from packer.store import LocalStore
-from packer.tokenization import Tokenizer, TokenizerError
+from packer.tokenization import Bundle, Tokenizer, TokenizerError
+from packer.tokenization.convert.ranks import byte_characters, last_pair, merges_of
+from packer.tokenization.convert.sentencepiece import _merges
+from packer.tokenization.convert.tiktoken import check_pattern, is_tiktoken
+from packer.tokenization.convert.values import ConversionError
 
 FOREIGN = Path(__file__).parents[1] / "golden" / "foreign"
 IDS: dict[str, list[list[int]]] = json.loads((FOREIGN / "ids.json").read_text())
@@ -470,7 +469,7 @@ def test_converting_again_gives_equal_bytes() -> None:
 
 def test_where_the_library_is_there_its_ids_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """A conversion that gives other ids is refused."""
-    import packer.convert.sentencepiece as module
+    import packer.tokenization.convert.sentencepiece as module
 
     monkeypatch.setattr(module, "_reference", lambda data: lambda texts: [[0] for _ in texts])
     with pytest.raises(TokenizerError, match="the converted tokenizer gives the ids"):

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from packer.bundle import Bundle
-from packer.convert import _converted
-from packer.convert.values import Converted
-from packer.fast import trial_texts
-from packer.tokenization import Tokenizer
+from packer.tokenization import Bundle, Tokenizer
+from packer.tokenization.convert import _converted
+from packer.tokenization.convert.values import Converted
+from packer.tokenization.fast import trial_texts
 
 pytestmark = pytest.mark.slow
 

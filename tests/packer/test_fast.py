@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_job import pack_document, spec_of, write_rows
 
-from packer import fast
-from packer.fast import CheckedEncoder, FastEncoder, sample, trial_texts
 from packer.rows import _cached_renderer
-from packer.tokenization import Bundle, Tokenizer
+from packer.tokenization import Bundle, Tokenizer, fast
+from packer.tokenization.fast import CheckedEncoder, FastEncoder, sample, trial_texts
 
 pytest.importorskip("fastokens", reason="the extra fast is not installed")
 

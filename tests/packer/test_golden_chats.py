@@ -16,13 +16,10 @@ from typing import Any
 
 import pytest
 
-from packer import fast
-from packer.bundle import Bundle
-from packer.chats import Chat, Chats
-from packer.render import Renderer
-from packer.templates import RowProblem
-from packer.tokenization import Tokenizer
-from packer.turns import TurnFinder
+from packer.render import Renderer, RowProblem
+from packer.render.chats import Chat, Chats
+from packer.render.turns import TurnFinder
+from packer.tokenization import Bundle, Tokenizer, fast
 
 pytestmark = pytest.mark.slow
 

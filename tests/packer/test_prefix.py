@@ -15,13 +15,12 @@ from packing_job import pack_document, spec_of, write_rows, write_tokenizer
 from tokenizers import AddedToken, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from packer import prefix
 from packer.measure import measure
-from packer.prefix import _SPLITS, next_cut
 from packer.resolve import resolve
 from packer.spec import parse_spec
 from packer.store import LocalStore
-from packer.tokenization import Bundle, Tokenizer
+from packer.tokenization import Bundle, Tokenizer, prefix
+from packer.tokenization.prefix import _SPLITS, next_cut
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tokenizer"
 # What stands at borders: white space of all kinds, apostrophes, digits, marks, words.
@@ -158,7 +157,7 @@ def test_shards_do_not_show_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         packing |= {"minibatch_size": 2, "max_tokens": 128}
     document = spec_of(source, write_tokenizer(tmp_path / "tokenizer", Bundle.read(EXAMPLE)), packing=packing)
     found = pack_document(tmp_path / "cut", document)
-    monkeypatch.setattr("packer.tokenization.can_cut", lambda *_: False)
+    monkeypatch.setattr("packer.tokenization.tokenizer.can_cut", lambda *_: False)
     wanted = pack_document(tmp_path / "whole", document)
     assert found.digests == wanted.digests
     for name in ("rows_packed", "rows_truncated", "rows_empty", "tokens_packed", "tokens_trained"):

@@ -16,12 +16,12 @@ import pytest
 import toy
 from packing_job import pack_document, spec_of, write_rows, write_tokenizer
 
-from packer.bundle import Bundle
 from packer.preview import Preview, preview
 from packer.resolve import resolve
 from packer.sources import identity
 from packer.spec import parse_spec
 from packer.store import LocalStore
+from packer.tokenization import Bundle
 
 WORDS = [chr(ord("a") + i) for i in range(26)]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packer.ready import _quickly, ready_ids, ready_rows
-from packer.templates import RowProblem
+from packer.render import RowProblem
+from packer.render.ready import _quickly, ready_ids, ready_rows
 
 VOCAB = 50
 right = st.integers(0, VOCAB - 1)

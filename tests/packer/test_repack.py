@@ -16,7 +16,6 @@ from s3 import s3_server, use
 
 from packer import pipeline, resolve, sources
 from packer import rows as rows_module
-from packer.bundle import TokenizerError
 from packer.coordinator import PackingFailed, pack
 from packer.manifest import Manifest, dataset_key
 from packer.measure import measure
@@ -25,6 +24,7 @@ from packer.runners import InlineRunner
 from packer.sources import SourceError, partitions, segments
 from packer.spec import SpecError, parse_spec
 from packer.store import LocalStore, open_store
+from packer.tokenization import TokenizerError
 
 WORDS = [chr(ord("a") + i) for i in range(26)]
 # What depends on how text was cut into partitions or on a text that was never tokenized.

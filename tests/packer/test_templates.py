@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packer.templates import (
+from packer.render.templates import (
     GENERATION_CLOSE,
     GENERATION_OPEN,
     ChatTemplate,

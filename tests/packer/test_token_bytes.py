@@ -10,10 +10,9 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packer.bundle import Bundle
-from packer.places import covered
-from packer.token_bytes import token_bytes
-from packer.tokenization import Located, Tokenizer
+from packer.render.places import covered
+from packer.tokenization import Bundle, Located, Tokenizer
+from packer.tokenization.token_bytes import token_bytes
 
 FOREIGN = Path(__file__).parents[1] / "golden" / "foreign"
 NAMES = ["llama", "gemma"]  # with a space before each stretch, and without

@@ -244,7 +244,7 @@ def test_the_table_is_not_used_where_tokens_are_not_bytes():
 def test_many_texts_in_several_calls(example, monkeypatch):
     batch = [f"{i} words " * (i % 7) for i in range(200)]
     wanted = example.encode(batch)
-    monkeypatch.setattr("packer.tokenization._CALL_CHARACTERS", 100)
+    monkeypatch.setattr("packer.tokenization.tokenizer._CALL_CHARACTERS", 100)
     ids, offsets = example.encode(batch)
     assert np.array_equal(ids, wanted[0])
     assert np.array_equal(offsets, wanted[1])

@@ -9,8 +9,8 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packer.chats import Chats
-from packer.templates import RowProblem
+from packer.render import RowProblem
+from packer.render.chats import Chats
 from packer.tokenization import Tokenizer
 
 # As Qwen3: the last answer has (empty) thoughts before it; what is thought is taken out of earlier ones.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packer.convert import FOREIGN_NAMES, ConversionError, convert, is_foreign
 from packer.store import Store
+from packer.tokenization.convert import FOREIGN_NAMES, ConversionError, convert, is_foreign
 
 BUNDLE_NAMES = (
     "tokenizer.json",
@@ -56,7 +56,7 @@ class Bundle:
     ) -> Bundle:
         """The bundle of a folder, of a tokenizer.json alone, or of a Hub id ("org/name").
 
-        Other files of tokenizers (tokenizer.model, tekken.json, …) are converted: packer.convert.
+        Other files of tokenizers (tokenizer.model, tekken.json, …) are converted (convert/).
 
         chat_template: a Jinja text (one with a "{" in it) or the path of one; it takes the place of
         the tokenizer's own. Relative paths are looked up in the working folder, then in each root. roots:

@@ -10,9 +10,9 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from packer.convert.ranks import byte_pair_model, checked_ranks
-from packer.convert.tiktoken import check_pattern, reference
-from packer.convert.values import ConversionError, Converted, byte_level, document, split
+from packer.tokenization.convert.ranks import byte_pair_model, checked_ranks
+from packer.tokenization.convert.tiktoken import check_pattern, reference
+from packer.tokenization.convert.values import ConversionError, Converted, byte_level, document, split
 
 # Of files up to version 7, which do not list them (id 0 on).
 _EARLY = (

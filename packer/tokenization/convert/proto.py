@@ -11,7 +11,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from packer.convert.values import ConversionError
+from packer.tokenization.convert.values import ConversionError
 
 _Field = descriptor_pb2.FieldDescriptorProto
 _TEXT, _BYTES, _FLAG, _WHOLE, _REAL = (

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from packer.convert.tiktoken import FAMILIES
-from packer.convert.values import ConversionError, Converted, bpe, byte_level, document, split, token_ids
+from packer.tokenization.convert.tiktoken import FAMILIES
+from packer.tokenization.convert.values import (
+    ConversionError,
+    Converted,
+    bpe,
+    byte_level,
+    document,
+    split,
+    token_ids,
+)
 
 _GPT2 = ("GPT2Tokenizer", "CodeGenTokenizer")
 _QWEN2 = ("Qwen2Tokenizer",)

@@ -1,6 +1,6 @@
 """SentencePiece itself as the encoder, for models that `tokenizers` cannot stand in for exactly.
 
-Those of type unigram, and those whose normaliser changes characters (packer.convert.sentencepiece says why).
+Those of type unigram, and those whose normaliser changes characters (convert/sentencepiece.py says why).
 The library is optional; whoever gives such a model installs it.
 
 Errors: MissingLibrary (a ValueError), permanent.
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.convert.proto import read_text
+from packer.tokenization.convert.proto import read_text
 
 Row = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]  # ids, starts and ends in bytes
 

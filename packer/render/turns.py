@@ -3,7 +3,7 @@
 The turn of the assistant is what a model must print when it answers: it begins where the prompt given
 at inference ends (the *generation prompt*: `<|im_start|>assistant\\n`), and ends with the *end-of-turn
 token* (`<|im_end|>`). TurnFinder learns both from trial conversations when a job starts, and refuses a
-template that does not show them. In a row, points (packer.templates) put into the assistant's words
+template that does not show them. In a row, points (packer.render.templates) put into the assistant's words
 say where its words are; the rendering without the points must be the plain rendering, or the row is
 refused. (Plain chats can do without them: see TurnFinder._at_once.) Prefixes are not compared: Qwen3's
 template rewrites earlier turns.
@@ -17,8 +17,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from packer.conversations import Conversation, Habits, no_content
-from packer.templates import ChatTemplate, RenderError, RowProblem, point, unmark, unpoint
+from packer.render.conversations import Conversation, Habits, no_content
+from packer.render.templates import ChatTemplate, RenderError, RowProblem, point, unmark, unpoint
 
 Span = tuple[int, int]
 

@@ -17,8 +17,15 @@ from typing import Any
 
 import tokenizers
 
-from packer.convert.ranks import byte_pair_model, checked_ranks
-from packer.convert.values import ConversionError, Converted, added_tokens, byte_level, document, split
+from packer.tokenization.convert.ranks import byte_pair_model, checked_ranks
+from packer.tokenization.convert.values import (
+    ConversionError,
+    Converted,
+    added_tokens,
+    byte_level,
+    document,
+    split,
+)
 
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

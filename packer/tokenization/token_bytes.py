@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from packer.prefix import steps
+from packer.tokenization.prefix import steps
 
 _SPACE = "▁"
 _WRITES_SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}

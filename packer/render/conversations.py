@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from packer.render.templates import RowProblem
 from packer.sources.masks import unread_flag
-from packer.templates import RowProblem
 
 # ShareGPT's speakers.
 _ROLES = {
@@ -61,7 +61,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a chat template can take; learned from it by trial (packer.chats)."""
+    """What a chat template can take; learned from it by trial (packer.render.chats)."""
 
     parts: bool = False  # content in parts
     arguments_as_text: bool = False  # tool-call arguments as JSON text, not as an object

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MOST_DIGITS = 10  # an id has fewer: it is an int32
-MODEL_NAME = "sentencepiece.model"  # in a bundle that packer.pieces encodes
+MODEL_NAME = "sentencepiece.model"  # in a bundle that packer.tokenization.pieces encodes
 
 
 class ConversionError(ValueError):
@@ -24,7 +24,7 @@ class Converted:
 
     document: the tokenizer.json. config: what its own files say of special tokens, as tokenizer_config.json
     would. reference: encodes words with the library that the files were made for; None where that is not
-    installed. model: a SentencePiece model that its own library encodes (packer.pieces).
+    installed. model: a SentencePiece model that its own library encodes (packer.tokenization.pieces).
     """
 
     document: Mapping[str, Any]

@@ -1,6 +1,6 @@
 """Texts to token ids, in batches and on flat arrays.
 
-A Tokenizer is a bundle (packer.bundle) at work:
+A Tokenizer is a bundle (packer.tokenization.bundle) at work:
 `encode` for words (control words in them stay plain text), `encode_chats` for rendered
 conversations (control words are the template's control tokens) with each token's place in the text.
 
@@ -25,12 +25,12 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from packer.bundle import Bundle, TokenizerError
-from packer.convert.values import MODEL_NAME, ConversionError, added_tokens, token_ids
-from packer.fast import CheckedEncoder
-from packer.pieces import MissingLibrary, PieceEncoder
-from packer.prefix import can_cut, next_cut
-from packer.token_bytes import TokenBytes, token_bytes
+from packer.tokenization.bundle import Bundle, TokenizerError
+from packer.tokenization.convert.values import MODEL_NAME, ConversionError, added_tokens, token_ids
+from packer.tokenization.fast import CheckedEncoder
+from packer.tokenization.pieces import MissingLibrary, PieceEncoder
+from packer.tokenization.prefix import can_cut, next_cut
+from packer.tokenization.token_bytes import TokenBytes, token_bytes
 
 __all__ = ["Bundle", "Located", "Tokenizer", "TokenizerError"]
 
@@ -56,7 +56,7 @@ class Located:
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizers` tokenizer (or a SentencePiece model: packer.pieces), with its settings.
+    """A Hugging Face `tokenizers` tokenizer (or a SentencePiece model: pieces.py), with its settings.
 
     bos_id, eos_id, pad_id: None where unknown. adds_bos: the tokenizer itself puts BOS before a text.
     Safe to use from several threads, and in children made by fork or spawn.
@@ -101,7 +101,7 @@ class Tokenizer:
         document = bundle.document("tokenizer.json")
         unknown = self.special_tokens.get("unk_token") or document["model"].get("unk_token")
         self.is_control[[i for word, i in self.control_words.items() if word != unknown]] = True
-        # Whether texts may be cut before they are encoded (packer.prefix).
+        # Whether texts may be cut before they are encoded (packer.tokenization.prefix).
         words = [word for word, i in self.control_words.items() if self.is_control[i]]
         self._can_cut = can_cut(document, added.values(), words)
         self._plain_words: dict[str, NDArray[np.int32]] = {}

@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from packer.chats import Chat, Chats
-from packer.conversations import told
-from packer.places import covered, in_bytes, num_bytes
-from packer.ready import ready_rows
-from packer.templates import RenderError, RowProblem
+from packer.render.chats import Chat, Chats
+from packer.render.conversations import told
+from packer.render.places import covered, in_bytes, num_bytes
+from packer.render.ready import ready_rows
+from packer.render.templates import RenderError, RowProblem
 from packer.tokenization import Located, Tokenizer, TokenizerError
 
 __all__ = ["LOSSES", "RenderError", "Rendered", "Renderer"]

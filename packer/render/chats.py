@@ -3,7 +3,7 @@
 Which characters the assistant's words are is found in one of two ways:
 
 - The template says so with {% generation %} blocks.
-- It does not (none that ships with a well-known model does): packer.turns finds them, or refuses.
+- It does not (none that ships with a well-known model does): packer.render.turns finds them, or refuses.
 
 Raises RenderError where the template cannot do what the job needs, before any row is rendered.
 """
@@ -19,9 +19,8 @@ from typing import Any
 
 import orjson
 
-from packer.conversations import Conversation, Habits, conversation
-from packer.roles import looks_like_assistant
-from packer.templates import (
+from packer.render.conversations import Conversation, Habits, conversation
+from packer.render.templates import (
     GENERATION_CLOSE,
     GENERATION_OPEN,
     WORD_CLOSE,
@@ -32,8 +31,7 @@ from packer.templates import (
     RowProblem,
     unmark,
 )
-from packer.tokenization import Tokenizer
-from packer.turns import (
+from packer.render.turns import (
     PROBE_TOOLS,
     Span,
     TurnFinder,
@@ -42,13 +40,15 @@ from packer.turns import (
     num_probe_calls,
     pointed,
 )
-from packer.unprinted import (
+from packer.render.unprinted import (
     prints_all_calls,
     prints_reasoning,
     prints_tools,
     unprinted,
     unprinted_call,
 )
+from packer.roles import looks_like_assistant
+from packer.tokenization import Tokenizer
 
 # Whose words may be missing in a rendering, of all but the user and the assistant.
 _PARTS = {"system": "system", "developer": "system", "tool": "tool", "function": "tool", "ipython": "tool"}

@@ -7,7 +7,7 @@
 | tekken.json | Mistral |
 | vocab.json and merges.txt | transformers' byte-level tokenizers without a tokenizer.json |
 
-Conversions are exact, by proof (packer.convert.ranks), and compared with the library that the files were
+Conversions are exact, by proof (ranks.py), and compared with the library that the files were
 made for, where that is installed, on texts made to find differences. What cannot be carried over is refused.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 
 import tokenizers
 
-from packer.convert.sentencepiece import convert_sentencepiece
-from packer.convert.slow import convert_slow
-from packer.convert.tekken import convert_tekken, is_tekken
-from packer.convert.tiktoken import convert_tiktoken, is_tiktoken
-from packer.convert.values import MODEL_NAME, ConversionError, Converted, as_object
-from packer.fast import trial_texts
+from packer.tokenization.convert.sentencepiece import convert_sentencepiece
+from packer.tokenization.convert.slow import convert_slow
+from packer.tokenization.convert.tekken import convert_tekken, is_tekken
+from packer.tokenization.convert.tiktoken import convert_tiktoken, is_tiktoken
+from packer.tokenization.convert.values import MODEL_NAME, ConversionError, Converted, as_object
+from packer.tokenization.fast import trial_texts
 
 __all__ = ["FOREIGN_NAMES", "ConversionError", "convert", "is_foreign"]
 

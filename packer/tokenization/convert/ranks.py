@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from packer.convert.values import ConversionError, bpe
+from packer.tokenization.convert.values import ConversionError, bpe
 
 Text = TypeVar("Text", str, bytes)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from packer.conversations import Conversation, Habits
-from packer.templates import ChatTemplate, RowProblem, unmark
-from packer.turns import PROBE_TOOLS, calling_turn, num_probe_calls, pointed_words
+from packer.render.conversations import Conversation, Habits
+from packer.render.templates import ChatTemplate, RowProblem, unmark
+from packer.render.turns import PROBE_TOOLS, calling_turn, num_probe_calls, pointed_words
 
 _OTHER = "Xqpadfree"  # put behind words, to see whether they have any effect
 

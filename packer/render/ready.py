@@ -11,9 +11,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from packer.conversations import kind, told
+from packer.render.conversations import kind, told
+from packer.render.templates import RowProblem
 from packer.sources.ids import Flat, IdRows
-from packer.templates import RowProblem
 
 IGNORE_INDEX = -100
 

@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from packer.convert.proto import read_model
-from packer.convert.ranks import last_pair, merged
-from packer.convert.values import ConversionError, Converted, bpe, document, split
+from packer.tokenization.convert.proto import read_model
+from packer.tokenization.convert.ranks import last_pair, merged
+from packer.tokenization.convert.values import ConversionError, Converted, bpe, document, split
 
 _SPACE = "▁"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -76,7 +76,7 @@ def convert_sentencepiece(data: bytes, name: str, config: Mapping[str, Any]) -> 
 
 
 def _kept(data: bytes, model: Any) -> Converted:
-    """A model that its own library encodes (packer.pieces); the tokenizer.json holds the vocabulary.
+    """A model that its own library encodes (pieces.py); the tokenizer.json holds the vocabulary.
 
     `tokenizers` does not do it exactly: of segmentations of equal likelihood it takes another by its
     rounding, it takes the words "<0x0A>" for that byte, and its normaliser replaces whole graphemes.
@@ -124,7 +124,7 @@ def _check(model: Any, name: str, config: Mapping[str, Any]) -> None:
 
 
 def _merges(pieces: Sequence[tuple[str, float, int]], name: str, *, whole: bool) -> list[tuple[str, str]]:
-    """The pairs that make each piece, the highest score first (packer.convert.ranks has the proof).
+    """The pairs that make each piece, the highest score first (ranks.py has the proof).
 
     whole: every piece must come of merges, since `tokenizers` will take any that stands alone.
     """
