@@ -56,15 +56,19 @@ def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None, id
     resolved = dataclasses.replace(spec, source=source, loss=loss)
     # Made once here, so that a template that cannot be used is told before any work is done.
     renderer = make_renderer(resolved, tokenizer)
+    watch = sources.watch_of(spec.source, spec.loss, fields)
+    dataset = ""
+    if identify:
+        dataset = dataset_id(resolved, inputs=inputs, tokenizer_digest=digest, watch=watch)
     return Job(
-        dataset=dataset_id(resolved, inputs=inputs, tokenizer_digest=digest) if identify else "",
+        dataset=dataset,
         spec=resolved,
         inputs=inputs,
         tokenizer_digest=digest,
         ignored=tuple(ignored),
         warnings=renderer.warnings,
         model_max_length=tokenizer.model_max_length if tokenizer is not None else None,
-        watch=sources.watch_of(spec.source, spec.loss, fields),
+        watch=watch,
     )
 
 

@@ -131,7 +131,7 @@ class Job:
     ignored: tuple[str, ...] = ()  # files of a folder that are no sources, by name
     warnings: tuple[str, ...] = ()  # what a careful colleague would say of the spec, before any work
     model_max_length: int | None = None  # tokens that the model takes, as its tokenizer says
-    watch: tuple[What, ...] = ()  # what no record may hold (packer.sources.watch); no part of the id
+    watch: tuple[What, ...] = ()  # what no record may hold (packer.sources.watch)
 
 
 # ------------------------------------------------------------------ parse
@@ -355,10 +355,14 @@ _LATER_PACKING_FIELDS = ("scope", "balance", "truncate_side", "min_piece")
 _PLAIN_PACKING = PackingSpec()
 
 
-def dataset_id(spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: str) -> str:
+def dataset_id(
+    spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: str, watch: tuple[What, ...] = ()
+) -> str:
     """32 hex digits: a digest of all that decides the packed bytes, and of nothing else.
 
     Names and places (the dataset's name, paths of inputs and tokenizer) are left out; content is in.
+    watch: as of a Job; it says which rows are left out where bad ones are skipped. Where they are not, the
+    dataset has all rows or fails, whatever is looked for.
     """
     document = to_document(spec)
     del document["name"], document["source"]["paths"], document["tokenizer"]
@@ -371,6 +375,8 @@ def dataset_id(spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: s
     for name in _LATER_PACKING_FIELDS:
         if getattr(spec.packing, name) == getattr(_PLAIN_PACKING, name):
             del document["packing"][name]
+    if watch and spec.source.on_bad_row == "skip":
+        document["watch"] = sorted(watch)
     document["inputs"] = [
         {"num_bytes": i.num_bytes, "digest": i.digest, "reader": i.reader, "compression": i.compression}
         for i in inputs

@@ -224,3 +224,23 @@ def test_masks_of_a_whole_batch_of_ids_are_seen(tmp_path: Path) -> None:
     spec = spec_for(tmp_path, file, source={"on_bad_row": "skip"})
     report = pack_document(tmp_path / "store", spec).report
     assert (report["rows_packed"], report["rows_rejected"]) == (1500, 2500)
+
+
+@pytest.mark.parametrize(
+    ("usual", "late", "settled"),
+    [
+        (CHAT, {"loss_mask": [0, 0, 0, 1]}, {"loss": "assistant"}),
+        (PROMPT, {"completion_mask": [0, 1]}, {"loss": "completion"}),
+        (INSTRUCTION, {"input": "w77"}, {"source": {"fields": {"prompt": "instruction"}}}),
+    ],
+)
+def test_what_leaves_rows_out_where_they_are_skipped_is_part_of_the_id(
+    tmp_path: Path, usual: dict[str, Any], late: dict[str, Any], settled: dict[str, Any]
+) -> None:
+    """Or whoever settles it afterwards, as the reason says, would be given the dataset without these rows."""
+    file = as_jsonl(tmp_path, rows_of(usual, **late))
+    spec = spec_for(tmp_path, file, source={"on_bad_row": "skip"})
+    named = {**spec, **settled, "source": {**spec["source"], **settled.get("source", {})}}
+    skipped, whole = (pack_document(tmp_path / "store", document) for document in (spec, named))
+    assert skipped.job.dataset != whole.job.dataset
+    assert (skipped.report["rows_rejected"], whole.report["rows_rejected"]) == (1, 0)
