@@ -205,3 +205,132 @@ def test_a_model_with_one_output_a_row_is_told() -> None:
 def test_a_wrapped_model_is_told() -> None:
     with pytest.raises(ValueError, match="before it is wrapped for several ranks, found DataParallel"):
         attention.check(torch.nn.DataParallel(model_of(*APART["llama"])))
+
+
+# ------------------------------------------------------------------ hidden leaks; what is left as it was
+
+
+class _AllSeen(torch.nn.Module):
+    """Attention over the whole batch, through a projection that is still zero."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(size, size)
+        torch.nn.init.zeros_(self.out.weight)
+        torch.nn.init.zeros_(self.out.bias)
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        scores = hidden_states @ hidden_states.transpose(1, 2)
+        return self.out(torch.softmax(scores, -1) @ hidden_states), None
+
+
+def test_a_leak_behind_what_is_still_zero_is_found() -> None:
+    model = model_of(*APART["llama"])
+    for layer in model.model.layers:
+        layer.self_attn = _AllSeen(SIZES["hidden_size"])
+    with pytest.raises(ExamplesMeet, match="depends on 27 of others"):
+        attention.check(model)
+    assert not any(layer.self_attn.out.weight.any() for layer in model.model.layers)
+    torch.nn.init.zeros_((model := model_of(*APART["llama"])).lm_head.weight)
+    attention.check(model)  # one that says nothing yet
+    assert not model.lm_head.weight.any()
+
+
+def test_ids_looked_up_over_a_boundary_are_found() -> None:
+    """No gradient tells of them, and only each example's first token differs."""
+    model = model_of(*APART["llama"])
+    pairs = torch.nn.Embedding(97, 97, _weight=torch.randn(97, 97))
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        before = kwargs["input_ids"].roll(1, dims=1)
+        before[:, 0] = 0
+        out["logits"] = out.logits + pairs(before)
+        return out
+
+    model.register_forward_hook(add, with_kwargs=True)
+    with pytest.raises(ExamplesMeet, match="other outputs than each alone"):
+        attention.check(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("positions", [True, False])
+def test_words_that_a_model_never_says_hide_nothing(dtype: torch.dtype, positions: bool) -> None:
+    model = model_of(
+        *(APART["gpt2-learned-positions"] if positions else MEETING["bart-without-positions"][:3])
+    )
+
+    def never(module: Any, args: Any, out: Any) -> Any:
+        out["logits"] = out.logits.index_fill(-1, torch.tensor([5, 6]), torch.finfo(out.logits.dtype).min)
+        return out
+
+    model.to(dtype).register_forward_hook(never)
+    if positions:
+        attention.check(model)
+    else:
+        with pytest.raises(ExamplesMeet, match="does not take the positions"):
+            attention.check(model)
+
+
+class _Counting(torch.nn.Module):
+    """What training mode counts in, and the call of train() that takes merged weights apart."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.merged = inner, False
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def train(self, mode: bool = True) -> _Counting:
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += self.training
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("meets", [True, False])
+def test_buffers_and_merged_weights_are_left_as_they_were(is_training: bool, meets: bool) -> None:
+    model = model_of(*(MEETING["bert-sdpa"][:3] if meets else APART["bert"]))
+    layer = model.bert.encoder.layer[0]
+    counting = layer.intermediate = _Counting(layer.intermediate)
+    model.train(is_training)
+    if meets:
+        with pytest.raises(ExamplesMeet):
+            attention.check(model)
+    else:
+        attention.check(model)
+    assert (counting.training, counting.merged, float(counting.num_calls)) == (
+        is_training,
+        not is_training,
+        0,
+    )
+
+
+def test_a_compiled_model_is_checked_and_compiles_nothing() -> None:
+    graphs: list[Any] = []
+
+    def compiled(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    attention.check(torch.compile(model_of(*APART["llama"]), backend=compiled))
+    with pytest.raises(ExamplesMeet):
+        attention.check(torch.compile(model_of(*MEETING["opt-sdpa"][:3]), backend=compiled))
+    assert not graphs
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    model = model_of(*APART["llama"])
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(
+        ValueError, match="found NaN among those of LlamaForCausalLM: its weights are damaged"
+    ):
+        attention.check(model)
+    model = model_of(*APART["llama"])
+    model.model.embed_tokens, model.get_input_embeddings = (
+        torch.nn.Embedding(97, 32),
+        lambda kept=model.model.embed_tokens: kept,
+    )
+    with pytest.raises(ValueError, match=r"calls its get_input_embeddings\(\) is required"):
+        attention.check(model)
