@@ -26,6 +26,7 @@ _FLAGS = {
     *("masked", "is_masked", "mask_out", "unmasked", "learn", "learnable", "supervised"),
 }
 _MEASURED = {"loss", "losses", "weights"}  # numbers under these may be of something else
+_HOLD_WORDS = ("messages", "prompt", "completion", "text")  # of our fields
 _WORDS = {"true", "false", "yes", "no", "0", "1"}
 _IGNORED = -100  # of labels
 
@@ -48,7 +49,7 @@ def mask_reason(found: Sequence[str], format: Format, fields: Mapping[str, str])
             'set loss to "all" (--loss all) to train every token'
         )
     how, loss = _MASKED_BY[format]
-    words = " and ".join(theirs for ours, theirs in fields.items() if ours != "tools")
+    words = " and ".join(fields[ours] for ours in _HOLD_WORDS if ours in fields)
     return (
         f"what is trained must be said by {how}; found {_listed(found)} beside {words}, "
         "which is not read and would change nothing. Say it so, or leave it out, or set loss to "

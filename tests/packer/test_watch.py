@@ -14,13 +14,14 @@ import pytest
 import toy
 from packing_job import pack_document, spec_of, write_rows, write_tokenizer
 
-from packer.coordinator import PackingFailed
+from packer.coordinator import PackingFailed, pack
 from packer.measure import measure
 from packer.preview import preview
 from packer.resolve import resolve
+from packer.runners import InlineRunner
 from packer.sources import SourceError
 from packer.sources.watch import Watch
-from packer.spec import parse_spec
+from packer.spec import canonical_json, job_from_document, job_to_document, parse_spec
 from packer.store import LocalStore
 
 Rows = Sequence[dict[str, Any]]
@@ -244,3 +245,16 @@ def test_what_leaves_rows_out_where_they_are_skipped_is_part_of_the_id(
     skipped, whole = (pack_document(tmp_path / "store", document) for document in (spec, named))
     assert skipped.job.dataset != whole.job.dataset
     assert (skipped.report["rows_rejected"], whole.report["rows_rejected"]) == (1, 0)
+
+
+def test_a_job_that_was_written_down_gives_the_same_reasons(tmp_path: Path) -> None:
+    """Its fields come back in another order, and reasons are part of commits."""
+    file = as_jsonl(tmp_path, rows_of(PROMPT, completion_mask=[0, 1]))
+    spec = parse_spec(spec_for(tmp_path, file, source={"on_bad_row": "skip"}))
+    stores = [LocalStore(tmp_path / name) for name in ("a", "b")]
+    job = resolve(spec, store=stores[0])
+    resolve(spec, store=stores[1])
+    written = job_from_document(json.loads(canonical_json(job_to_document(job))))
+    reports = [pack(one, store, InlineRunner()) for one, store in zip((job, written), stores, strict=True)]
+    assert reports[0]["rejected"] == reports[1]["rejected"]
+    assert "beside prompt and completion" in reports[0]["rejected"][0]["reason"]
