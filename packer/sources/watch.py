@@ -41,7 +41,8 @@ class Watch:
         self._format = _format_of(fields)
         self._used = roots(fields)
         # Objects that a path in use leads through: what stands in them stands beside it, too.
-        self._ways = sorted({way for name in fields.values() if "." in name for way in _ways(name)})
+        names = {part for name in fields.values() for part in (name, *name.split(JOIN))}
+        self._ways = sorted({way for name in names if "." in name for way in _ways(name)})
         self._harmless: set[str] = set()
 
     def may_matter(self, name: str) -> bool:

@@ -157,6 +157,14 @@ def test_a_mask_beside_the_messages_inside_an_object(tmp_path: Path) -> None:
             pack_document(tmp_path / "store", spec)
 
 
+def test_a_mask_inside_an_object_of_which_texts_are_joined(tmp_path: Path) -> None:
+    row = {"title": "a", "page": {"body": "b c"}}
+    file = as_jsonl(tmp_path, rows_of(row, page={"body": "b c", "loss_mask": [0, 1]}))
+    fields = {"text": "title+page.body"}
+    with pytest.raises(PackingFailed, match=f"line {NUM_ROWS - 1}.*'loss_mask' beside title"):
+        pack_document(tmp_path / "store", spec_for(tmp_path, file, source={"fields": fields}))
+
+
 def test_a_mask_in_a_file_behind_those_that_are_looked_at(tmp_path: Path) -> None:
     for number in range(20):
         write_rows(tmp_path / "in" / f"{number:02}.jsonl", [CHAT])
