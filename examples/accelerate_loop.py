@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from train_tiny import tiny_model
 
 from trainer_client import PackedBatch, PackedStream, attention
 
@@ -79,6 +78,8 @@ def train(
 
 
 def main() -> None:
+    from train_tiny import tiny_model  # here, so that this file may be copied without that one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from train_tiny import tiny_model
 
 from trainer_client import PackedStream, attention
 
@@ -102,6 +101,8 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, s
 
 
 def main() -> None:
+    from train_tiny import tiny_model  # here, so that this file may be copied without that one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional
-from train_tiny import tiny_model
 
 from packer.shard import PADDING_ID
 from trainer_client import PackedBatch, PackedStream
@@ -94,6 +93,8 @@ def _add(found: dict[int, ExampleLoss], losses: Iterable[tuple[int, ExampleLoss]
 
 
 def main() -> None:
+    from train_tiny import tiny_model  # here, so that this file may be copied without that one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

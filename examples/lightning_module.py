@@ -16,7 +16,6 @@ from typing import Any
 import pytorch_lightning as lightning
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from train_tiny import tiny_model
 
 from trainer_client import PackedBatch, PackedStream, attention
 
@@ -100,6 +99,8 @@ class Module(lightning.LightningModule):
 
 
 def main() -> None:
+    from train_tiny import tiny_model  # here, so that this file may be copied without that one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from train_tiny import tiny_model
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -206,6 +205,8 @@ class PackedTrainer(PackedBatches, Trainer):
 
 
 def main() -> None:
+    from train_tiny import tiny_model  # here, so that this file may be copied without that one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

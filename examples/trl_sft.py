@@ -13,7 +13,6 @@ import argparse
 from typing import Any
 
 from datasets import Dataset
-from train_tiny import tiny_model
 from transformers import AutoTokenizer
 from transformers_trainer import PackedBatches
 from trl import SFTConfig, SFTTrainer
@@ -35,6 +34,8 @@ def config(**options: Any) -> SFTConfig:
 
 
 def main() -> None:
+    from train_tiny import tiny_model  # here, so that this file may be copied without that one
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

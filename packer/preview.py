@@ -194,6 +194,7 @@ class _Notes:
         self._seen: set[bytes] = set()
         self._minibatch_size = packing.minibatch_size if packing.strategy == "minibatch" else None
         self._lengths: list[NDArray[np.int64]] = []  # of the rows, for mini-batches
+        self._reason = ""  # why the first unusable row is one
 
     @property
     def num_rows(self) -> int:
@@ -219,6 +220,11 @@ class _Notes:
         unusable = {one.example_id: one.location for one in records.errors} | wrong
         for example in sorted(unusable):
             self._note("unusable", unusable[example])
+        if unusable and not self._reason:
+            first = min(unusable)
+            reasons = {int(records.example_ids[row]): reason for row, reason in rendered.errors}
+            reasons |= {one.example_id: one.reason for one in records.errors}
+            self._reason = f" ({reasons[first]})"
         bounds = np.concatenate([[0], np.cumsum(rendered.lengths)]).tolist()
         for row, (start, stop) in enumerate(pairwise(bounds)):
             if start < stop and self._look(rendered.input_ids[start:stop], rendered.loss_mask[start:stop]):
@@ -267,8 +273,12 @@ class _Notes:
         return found
 
     def _listed(self, name: str) -> str:
-        """The places of the first such rows, where they are kept."""
-        return f"; the first: {'; '.join(self._places[name])}" if self._places[name] else ""
+        """The places of the first such rows, where they are kept; of unusable ones also why the first is."""
+        if not self._places[name]:
+            return ""
+        first, *others = self._places[name]
+        reason = self._reason if name == "unusable" else ""
+        return f"; the first: {'; '.join([first + reason, *others])}"
 
     def _minibatches(self) -> list[str]:
         """A warning where mini-batches of the sample do not fit into a pack.

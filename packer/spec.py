@@ -179,7 +179,8 @@ def stored_spec(document: Any) -> Spec:
         raise SpecError(
             "source.fields",
             "left sides are padfree's names (text, prompt, completion, messages, tools, input_ids, labels, "
-            f'attention_mask), found {", ".join(sorted(unknown))}; write fields as {{"prompt": "question"}}',
+            f'attention_mask), found {", ".join(sorted(unknown))}; write fields as {{"prompt": "question"}} '
+            "(--field prompt=question)",
         )
     for max_tokens in packing.capacities:
         if not 1 <= max_tokens <= MAX_TOKENS_LIMIT:

@@ -245,6 +245,10 @@ async def _validation(_: Request, error: Exception) -> Response:
     name = str(first["loc"][-1])
     found = repr(first.get("input"))
     found = found if len(found) <= 60 else f"{found[:57]}..."
+    if first["type"] == "missing":
+        return bad_parameter(
+            name, f"this parameter is required and was not given; add ?{name}=… to the url"
+        ).response()
     text = str(first["msg"])
     return bad_parameter(name, f"{text[:1].lower()}{text[1:]}, found {found}").response()
 

@@ -293,6 +293,8 @@ class Scheduler:
             how = "error"
             log.exception("packing %s stopped: %s", dataset, error)
         self._metrics.jobs_ended.labels(how).inc()
+        if how == "cancelled" and self._stopping:  # not the dataset's state of that name
+            how = "the service stops; it goes on with the next start, or another replica"
         log.info("packing %s ended after %.1f s: %s", dataset, time.monotonic() - since, how)
 
     def _num_commits(self, dataset: str) -> int:

@@ -140,8 +140,8 @@ class MixedStream:
     def __len__(self) -> NoReturn:
         # A DataLoader asks for it; without this, Python's answer helps nobody.
         raise TypeError(
-            "a MixedStream has no length, its end hangs on what it draws; iterate it: `for batch in mixed`, "
-            "without a DataLoader, since its streams read ahead by themselves"
+            "a MixedStream has no length, its end depends on what it draws; iterate it: `for batch in "
+            "mixed`, without a DataLoader, since its streams read ahead by themselves"
         )
 
     def __bool__(self) -> bool:

@@ -218,7 +218,10 @@ class TurnFinder:
         starts = [match.start() for match in self._control.finditer(tail)]
         prompt = tail[starts[-1] :] if starts else tail
         if not prompt.strip():
-            raise _refusal("nothing stands between a question and the place where the answer begins")
+            raise _refusal(
+                "it prints nothing between a question and the place where the answer begins, so it has no "
+                "generation prompt (add_generation_prompt) either"
+            )
         if prompt not in self._prompts:
             self._prompts.append(prompt)
 
@@ -383,6 +386,7 @@ def _overlaps(start: int, stop: int, words: list[Span]) -> bool:
 def _refusal(reason: str) -> RenderError:
     return RenderError(
         "loss assistant: the chat template has no {% generation %} markers, and the assistant's words cannot "
-        f"be found without them: {reason}; put markers into the template (tokenizer.chat_template), or use "
-        "loss all"
+        f"be found without them: {reason}; put "
+        "{% generation %} before and {% endgeneration %} after them in the template "
+        "(tokenizer.chat_template), or use loss all"
     )

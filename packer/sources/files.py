@@ -88,6 +88,11 @@ def _resolve(text: str, found: _Found) -> None:
             else:
                 _take(url, found)
         return
+    if separator and scheme == "upload":
+        raise SourceError(
+            f"{text}: an upload is packed by the service that took it (--url, POST /v1/datasets); "
+            "here, give the file itself"
+        )
     if separator:
         raise SourceError(
             f"{text}: {scheme}:// is not known here; known are hf://, s3://, gs:// and local paths"
@@ -146,9 +151,10 @@ def _check_inside(path: Path, found: _Found, text: str) -> None:
     real = Path(os.path.realpath(path))
     if not any(real.is_relative_to(root) for root in found.roots):
         raise SourceError(
-            f"{text}: this leads out of the data folders of the service ({len(found.roots)}; --data-root, "
-            "PADFREE_DATA_ROOTS; its log names them when it starts); put the file into one of them, send it "
-            "with POST /v1/uploads, or start the service with --data-root and the folder that holds it"
+            f"{text}: this leads out of the data folders of the service (it has {len(found.roots)}, by "
+            "--data-root or PADFREE_DATA_ROOTS; its log names them when it starts); put the file into one of "
+            "them, send it with POST /v1/uploads?name=FILE, or start the "
+            "service with --data-root and the folder that holds it"
         )
 
 

@@ -171,8 +171,8 @@ def _check_inside(path: Path, roots: Sequence[Path] | None) -> None:
     if roots is not None and not any(real.is_relative_to(os.path.realpath(root)) for root in roots):
         raise TokenizerError(
             f"tokenizer.chat_template: {path} leads out of the data folders of the service "
-            f"({len(roots)}; --data-root, PADFREE_DATA_ROOTS); put it into one of them, or start the service "
-            "with --data-root and the folder that holds it"
+            f"(it has {len(roots)}, by --data-root or PADFREE_DATA_ROOTS); put it into one of them, or "
+            "start the service with --data-root and the folder that holds it"
         )
 
 

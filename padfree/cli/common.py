@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from padfree.cli.flags import with_flags
+
 DEFAULT_STORE = "padfree-store"
 TIMEOUT_S = 600.0  # a POST answers once the inputs are hashed
 
@@ -73,15 +75,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="end with the result as one line of JSON")
 
 
-def store_of(args: argparse.Namespace, *, must_exist: bool) -> Any:
-    """The store of --store, a packer.store.Store."""
+def store_of(args: argparse.Namespace, *, must_exist: bool, named_by: str = "--store DIR") -> Any:
+    """The store of --store, or of what `named_by` says, a packer.store.Store."""
     from packer.store import StoreError, open_store
 
     place = args.store or DEFAULT_STORE
     try:
         store = open_store(place)
         if must_exist and not store.is_there():
-            raise CommandError(f"there is no store at {place}: name one with --store DIR", status=2)
+            raise CommandError(f"there is no store at {place}: name one with {named_by}", status=2)
     except StoreError as error:
         raise CommandError(str(error), status=2) from None
     return store
@@ -208,6 +210,6 @@ def print_report(view: dict[str, Any]) -> None:
         f"{report['padded_fill']:.4f} of what a model computes would be real tokens"
     )
     for warning in report.get("warnings", []):
-        print(f"warning {warning}", file=sys.stderr)
+        print(f"warning: {with_flags(warning)}", file=sys.stderr)
     for row in report["rejected"][:10]:
         print(f"        {row['file']}, {row['unit']} {row['line']}: {row['reason']}", file=sys.stderr)

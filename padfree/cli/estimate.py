@@ -9,6 +9,7 @@ from typing import Any
 
 from padfree.cli import common
 from padfree.cli.common import CommandError
+from padfree.cli.flags import with_flags
 from padfree.cli.spec_options import add_spec_options, resolve_here, spec_document
 
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if rejected.num_rows:
         warnings.insert(0, f"{_said(rejected)}; left out of these figures")
     for warning in warnings:
-        print(f"warning {warning}", file=sys.stderr)
+        print(f"warning: {with_flags(warning)}", file=sys.stderr)
     if not args.json:
         _print(found, packing.capacities, size)
     listed = [

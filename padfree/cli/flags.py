@@ -36,7 +36,7 @@ _FIELD = re.compile(rf"(?<![\w./-])(?:{_DOTTED})(?!\w|\.\w)|^(?:{_PLAIN})(?=: )"
 
 
 def with_flags(text: str) -> str:
-    """The text with its option behind each field of a spec, where that is named first."""
+    """The text with its option behind each field of a spec, where that is named first and has none yet."""
     told: set[str] = set()
 
     def shown(match: re.Match[str]) -> str:
@@ -44,6 +44,9 @@ def with_flags(text: str) -> str:
         if field in told:
             return field
         told.add(field)
+        behind = text[match.end() :]
+        if behind.startswith((f" ({FLAGS[field]}", f", {FLAGS[field]}")):
+            return field
         return f"{field} ({FLAGS[field]})"
 
     return _FIELD.sub(shown, text)

@@ -10,6 +10,7 @@ from typing import Any
 
 from padfree.cli import common
 from padfree.cli.common import CommandError
+from padfree.cli.flags import with_flags
 from padfree.cli.spec_options import add_spec_options, resolve_here, spec_document
 
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     view = _pack_at_service(args, document) if args.url else _pack_here(args, document)
     if told := kept_name(view["id"], view["name"], document.get("name")):
-        print(f"warning {told}", file=sys.stderr)
+        print(f"warning: {told}", file=sys.stderr)
     if not args.json:
         common.print_report(view)
     common.print_result(args, view)
@@ -70,7 +71,7 @@ def _preview(args: argparse.Namespace, document: dict[str, Any]) -> int:
             print(f"example {example['example']} ({example['place']}): {sizes}")
             print(f"  {example['error']}" if example["error"] else _shown(example, colour))
         for warning in found["warnings"]:
-            print(f"warning: {warning}")
+            print(f"warning: {with_flags(warning)}")
     common.print_result(args, found)
     return 0
 

@@ -29,7 +29,7 @@ def add(verbs: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from packer.verify import verify_store
 
-    store = common.store_of(args, must_exist=True)
+    store = common.store_of(args, must_exist=True, named_by="`padfree verify STORE`")
     if not any(store.list(name) for name in _FOLDERS):
         raise CommandError(
             f"{store.url} is no store: one that `padfree pack` or `padfree serve` has written to is "

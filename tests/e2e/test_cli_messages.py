@@ -56,6 +56,28 @@ def test_an_unknown_dataset_is_named(tmp_path: Path, capsys: Any, verb: str) -> 
         assert main(["stream", "caps", "--url", server.url]) == 0
 
 
+def test_verify_names_no_option_that_it_does_not_have(tmp_path: Path, capsys: Any) -> None:
+    said = told(capsys, "verify", tmp_path / "none", status=2)
+    assert "name one with `padfree verify STORE`" in said
+    assert "--store" not in said
+
+
+def test_a_field_the_wrong_way_round_is_shown_as_it_is_typed(tmp_path: Path, capsys: Any) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "a", "answer": "b"}\n')
+    said = told(capsys, "pack", source, "--tokenizer", TOKENIZER, "--field", "question=prompt", status=2)
+    assert "--field prompt=question" in said
+
+
+def test_a_preview_says_why_rows_cannot_be_used_and_names_the_option(tmp_path: Path, capsys: Any) -> None:
+    options = ["pack", rows_with_bad_ones(tmp_path), "--tokenizer", TOKENIZER, "--preview", "1"]
+    assert main([str(one) for one in options]) == 0
+    shown = capsys.readouterr().out
+    assert "warning: 2 of the first 8 rows" in shown
+    assert "source.on_bad_row (--on-bad-row)" in shown
+    assert re.search(r"line 6 \(.+\); ", shown)
+
+
 def test_a_token_comes_without_its_end_of_line_and_is_not_shown(tmp_path: Path, capsys: Any) -> None:
     with running(tmp_path, tokens=("a-secret",)) as server:
         assert main(["datasets", "--url", server.url, "--token", "a-secret\n"]) == 0
@@ -196,6 +218,11 @@ def test_every_field_that_has_an_option_is_known_by_it() -> None:
     add_spec_options(parser)
     options = set(re.findall(r"--[a-z-]+", parser.format_help())) - {"--help"}
     assert options == set(FLAGS.values()) - {"SOURCE"}
+
+
+def test_an_option_is_not_told_twice() -> None:
+    text = "raise packing.max_tokens (--max-tokens), see source.on_bad_row and packing.overlong, --overlong"
+    assert with_flags(text) == text.replace("on_bad_row", "on_bad_row (--on-bad-row)")
 
 
 @pytest.mark.parametrize("text", ["/data/source.paths/x", "packing.max_tokens_2", "the loss: 3", "loss of a"])

@@ -290,11 +290,15 @@ def test_max_jobs_are_packed_at_once_and_the_rest_wait(tmp_path, data):
             server.wait_for_state(dataset, "ready")
 
 
-def test_what_was_not_finished_goes_on_at_the_next_start(tmp_path, data):
+def test_what_was_not_finished_goes_on_at_the_next_start(tmp_path, data, caplog):
+    caplog.set_level("INFO", "padfree.service")
     runner = HeldRunner()
     with running(tmp_path / "store", runner=runner, data_roots=(data, TOKENIZER)) as server:
         dataset = server.post_spec(spec_of(data / "rows.jsonl")).json["id"]
         server.wait_for_state(dataset, "packing")
+    (said,) = [line for line in caplog.messages if line.startswith(f"packing {dataset} ended")]
+    assert "the service stops" in said
+    assert "cancelled" not in said  # which is a state of datasets, and not that of this one
     with running(tmp_path / "store", runner=InlineRunner(), data_roots=(data, TOKENIZER)) as server:
         assert server.wait_for_state(dataset, "ready", "failed")["report"]["rows_in"] == 200
 

@@ -80,6 +80,12 @@ def test_a_name_must_tell_the_format(server, name):
     assert files(server) == []
 
 
+def test_an_upload_without_a_name_is_told_what_to_add(server):
+    answer = server.request("POST", "/v1/uploads", body=ROWS)
+    assert (answer.status, answer.json["field"]) == (422, "name")
+    assert "add ?name=… to the url" in answer.json["detail"]
+
+
 @pytest.mark.parametrize(
     "path", ["upload://nothing", f"upload://{'0' * 32}.jsonl", "upload://../../etc/passwd", "upload://"]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from packing_job import write_tokenizer
 from training import MINIBATCH, VOCAB_SIZE, pack_rows, rows_of
 
 from trainer_client import PackedStream
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +54,32 @@ def test_runs_as_a_script(
     assert said in capsys.readouterr().out
     assert not list(working.iterdir())  # nothing is left in a checkout
     assert ("OUT" in extra) == (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["transformers_trainer"], "PackedTrainer"),
+        (["trl_sft", "transformers_trainer"], "PackedSFTTrainer"),
+        (["accelerate_loop"], "main"),
+        (["lightning_module"], "PackedData"),
+        (["evaluation"], "evaluate"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_can_be_copied_without_the_others(
+    names: list[str], wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in names:
+        shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *(one for one in sys.path if one != str(EXAMPLES))])
+    for name in [*names, "train_tiny"]:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    copied = importlib.import_module(names[0])
+    assert Path(str(copied.__file__)).parent == tmp_path
+    assert hasattr(copied, wanted)
+    for name in names:  # other tests take those of examples/
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_too_small_a_vocabulary_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

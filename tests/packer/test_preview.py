@@ -193,6 +193,7 @@ def test_warnings_name_the_first_places(tmp_path: Path) -> None:
     (said,) = [text for text in found.warnings if "cannot be used" in text]
     assert said.startswith("5 of the first 7 rows")
     assert [int(line) for line in re.findall(r"line (\d+)", said)] == [2, 4, 5]  # a few, not all
+    assert re.search(r"line 2 \(.*text is required.*\); ", said)  # and why the first
     found, _ = previewed(tmp_path, [{"input_ids": [4, 5, 6], "labels": [4, 5, 6]}, untrained])
     (said,) = [text for text in found.warnings if "train no token" in text]
     assert re.findall(r"line (\d+)", said) == ["2"]

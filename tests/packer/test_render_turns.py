@@ -249,7 +249,7 @@ def test_a_template_that_looks_into_the_assistants_words_in_a_row_is_told():
         (PLAIN_WORDS.replace("eos_token", "''"), "no end-of-turn token after the assistant's words"),
         (THINKING.replace("{{- '<end>\n' }}", ""), "no end-of-turn token after the assistant's words"),
         ("{{ messages[-1].content }}<end>", "it does not print every message once and in order"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "nothing stands between a question and"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "it has no generation prompt"),
         ("{% for m in messages %}{{ m.content | length }}{% endfor %}", "other text when marks stand around"),
         ("{{ raise_exception('never') }}", "cannot be rendered: the chat template refuses the row: never"),
     ],

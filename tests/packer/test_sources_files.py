@@ -90,6 +90,7 @@ def test_a_link_back_to_a_folder_above_is_followed_once(tmp_path: Path) -> None:
         ("hf://gsm8k?spilt=train", "found spilt"),
         ("hf://gsm8k?split=train[:10]", "found the slice"),
         ("ftp://host/a.jsonl", "ftp:// is not known here"),
+        (f"upload://{'0' * 32}.jsonl", "packed by the service that took it"),
         ("s3://", "found no bucket"),
         ("a\0b", "NUL"),
         ("pipe.jsonl", "regular file"),
@@ -184,7 +185,7 @@ def test_nothing_outside_the_roots_is_read(tmp_path: Path, path: str) -> None:
     os.symlink(tmp_path / "out" / "secret.jsonl", root / "holds-a-link" / "c.jsonl")
     with pytest.raises(
         SourceError,
-        match=r"leads out of the data folders of the service \(1; --data-root, PADFREE_DATA_ROOTS",
+        match=r"leads out of the data folders of the service \(it has 1, by --data-root or PADFREE",
     ):
         resolve_inputs([path.format(out=tmp_path / "out")], roots=[root])
 
