@@ -79,7 +79,7 @@ def test_can_be_copied_without_the_others(
     assert Path(str(copied.__file__)).parent == tmp_path
     assert hasattr(copied, wanted)
     for name in names:  # other tests take those of examples/
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]
 
 
 def test_too_small_a_vocabulary_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
