@@ -160,7 +160,7 @@ def _message(message: Mapping[str, Any], name: str, habits: Habits) -> dict[str,
     # As in transformers, a key that is null is one that is not there.
     clean = {key: value for key, value in message.items() if value is not None and key not in _FLAG_KEYS}
     if "function_call" in clean and not habits.function_call:
-        if "tool_calls" in clean:
+        if clean.get("tool_calls"):
             raise RowProblem(
                 f"field {name}: tool_calls or function_call is required, found both; leave one out"
             )

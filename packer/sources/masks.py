@@ -58,7 +58,8 @@ def mask_reason(found: Sequence[str], format: Format, fields: Mapping[str, str])
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names[:20])
+    """In one order, however a record or a process has them: reasons are part of commits."""
+    return ", ".join(repr(name) for name in sorted(names)[:20])
 
 
 def unread_flag(message: Mapping[str, Any]) -> str | None:

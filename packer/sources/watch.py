@@ -84,8 +84,10 @@ class Watch:
                 value = suspects.get(name)
                 if isinstance(value, str) and value.strip():
                     raise RowFault(_input_reason(name))
-        if "masks" in self.what and (found := masks_in(suspects, record, self._format, self._fields)):
-            raise RowFault(mask_reason(found, self._format, self._fields))
+        if "masks" in self.what:
+            suspects = {name: one for name, one in suspects.items() if may_mask(name, self._format)}
+            if found := masks_in(suspects, record, self._format, self._fields):
+                raise RowFault(mask_reason(found, self._format, self._fields))
 
     # -------------------------------------------------------------- tables
 

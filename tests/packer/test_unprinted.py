@@ -155,6 +155,8 @@ def test_a_function_call_of_the_older_form_is_a_tool_call() -> None:
     assert (found.errors, found.input_ids.tolist()) == ([], new.input_ids.tolist())
     [(_, reason)] = rendered(DROPPING, question, old | {"tool_calls": [CALL]}, loss="all").errors
     assert "tool_calls or function_call is required, found both" in reason
+    none = rendered(DROPPING, question, old | {"tool_calls": []}, loss="all")
+    assert (none.errors, none.input_ids.tolist()) == ([], new.input_ids.tolist())
     callless = DROPPING.replace("message.tool_calls or []", "[]")
     [(_, reason)] = rendered(callless, question, old, loss="all").errors
     assert "prints no tool calls" in reason

@@ -207,7 +207,7 @@ def test_an_input_that_comes_late_is_not_lost(tmp_path: Path, write: Write, name
         assert segments[NUM_ROWS - 2][0][0] == ids
 
 
-@pytest.mark.parametrize("late", ["", "  ", None, 3, ["x"]])
+@pytest.mark.parametrize("late", ["", "  ", None, 3, ["x"], [1, -100]])
 def test_an_input_without_words_is_none(tmp_path: Path, late: Any) -> None:
     file = as_jsonl(tmp_path, rows_of(INSTRUCTION, input=late))
     assert pack_document(tmp_path / "store", spec_for(tmp_path, file)).report["rows_packed"] == NUM_ROWS
@@ -266,3 +266,13 @@ def test_a_job_that_was_written_down_gives_the_same_reasons(tmp_path: Path) -> N
     reports = [pack(one, store, InlineRunner()) for one, store in zip((job, written), stores, strict=True)]
     assert reports[0]["rejected"] == reports[1]["rejected"]
     assert "beside prompt and completion" in reports[0]["rejected"][0]["reason"]
+
+
+@in_each_form
+def test_several_masks_are_told_in_one_order(tmp_path: Path, write: Write) -> None:
+    """However the rows have them, and whatever the seed of a process's hashes."""
+    names = [f"{name}_mask" for name in "hgfedcba"]
+    file = write(tmp_path, rows_of(PROMPT, **dict.fromkeys(names, [0, 1])))
+    spec = spec_for(tmp_path, file, source={"on_bad_row": "skip"})
+    [rejected] = pack_document(tmp_path / "store", spec).report["rejected"]
+    assert f"found {', '.join(map(repr, sorted(names)))} beside" in rejected["reason"]
