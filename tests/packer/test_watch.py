@@ -272,7 +272,7 @@ def test_a_job_that_was_written_down_gives_the_same_reasons(tmp_path: Path) -> N
 def test_several_masks_are_told_in_one_order(tmp_path: Path, write: Write) -> None:
     """However the rows have them, and whatever the seed of a process's hashes."""
     names = [f"{name}_mask" for name in "hgfedcba"]
-    file = write(tmp_path, rows_of(PROMPT, **dict.fromkeys(names, [0, 1])))
+    file = write(tmp_path, rows_of(PROMPT, **{name: [0, 1] for name in names}))
     spec = spec_for(tmp_path, file, source={"on_bad_row": "skip"})
     [rejected] = pack_document(tmp_path / "store", spec).report["rejected"]
     assert f"found {', '.join(map(repr, sorted(names)))} beside" in rejected["reason"]
