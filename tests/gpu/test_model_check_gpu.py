@@ -129,3 +129,23 @@ def test_the_run_goes_on_with_the_same_random_numbers() -> None:
 def test_under_autocast_as_a_trainer_runs_it() -> None:
     with torch.autocast("cuda", torch.bfloat16):
         attention.check(model_of(*DECODERS["llama"], "auto", torch.float32))
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_tf32_is_no_leak(precision: str) -> None:
+    """24 layers: rounding to TF32 adds up to more than float32's own ever would."""
+    sizes = {
+        **SIZES,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "head_dim": 128,
+    }
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        attention.check(
+            model_of("LlamaForCausalLM", {**sizes, "num_attention_heads": 16}, "auto", torch.float32)
+        )
+    finally:
+        torch.set_float32_matmul_precision(before)
