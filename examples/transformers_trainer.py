@@ -55,7 +55,7 @@ class PackedBatches:
         self.args = given = copy.copy(self.args)
         self._require_whole_losses(stream)
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):  # there the model may be in parts already
-            with self.compute_loss_context_manager():
+            with self.accelerator.autocast():  # as in training: some kernels take half precision alone
                 attention.check(self.model, **self.batch_options)  # refused, where examples would meet
         options = {"rank": given.process_index, "world_size": given.world_size, "epochs": None, **stream}
         if given.device.type == "cuda":

@@ -243,6 +243,16 @@ def test_batch_options_reach_the_model_and_change_no_loss(tmp_path: Path, packin
     assert all("seq_idx" in inputs for inputs, _ in static.received)
 
 
+def test_the_model_is_checked_in_the_precision_of_the_training(tmp_path: Path) -> None:
+    """Kernels such as flash-attn's refuse float32, which the weights are in."""
+    dataset, model, found = pack_rows(tmp_path, rows_of(2 * MINIBATCH)), tiny(), []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *given: found.append(given[-1].dtype))
+    given = {"source": tmp_path, "dataset": dataset}
+    args = arguments(tmp_path / "output", max_steps=1, bf16=True)
+    PackedTrainer(model=model, args=args, stream=given).stream.close()
+    assert set(found) == {torch.bfloat16}
+
+
 def test_a_model_that_lets_examples_meet_is_refused(tmp_path: Path) -> None:
     dataset = pack_rows(tmp_path, rows_of(2 * MINIBATCH))
     sizes = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8}
