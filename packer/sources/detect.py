@@ -309,7 +309,7 @@ def _records(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, An
 
 def _sample(input: InputFile, max_unpacked_bytes: int) -> Iterator[dict[str, Any] | RowFault]:
     if input.reader == hubstream.READER:
-        for rows in hubstream.stream_rows(input):
+        for rows in hubstream.stream_rows(input, rows=tabular.rows_to_look_at):
             yield from rows
         return
     with open_stream(input, max_unpacked_bytes=max_unpacked_bytes) as stream:
@@ -371,8 +371,8 @@ def _table_sample(input: InputFile, stream: Stream) -> Iterator[dict[str, Any] |
             file, _ = stack.enter_context(open_path(input.path, input.reader))
         table = stack.enter_context(tabular.open_table(input.path, file, input.reader))
         if input.reader == "parquet":
-            batches = tabular.parquet_batches(table, table.schema_arrow.names)
+            batches = tabular.parquet_batches(table, table.schema_arrow.names, tabular.rows_to_look_at)
         else:
-            batches = tabular.arrow_batches(table, table.schema.names, lambda: None)
+            batches = tabular.arrow_batches(table, table.schema.names, lambda: None, tabular.rows_to_look_at)
         for rows in batches:
             yield from rows

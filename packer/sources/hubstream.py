@@ -68,9 +68,12 @@ def check_stream(input: InputFile) -> None:
 
 
 def stream_rows(
-    input: InputFile, columns_of: Callable[[pa.Schema], list[str]] = lambda schema: schema.names
+    input: InputFile,
+    columns_of: Callable[[pa.Schema], list[str]] = lambda schema: schema.names,
+    rows: Callable[[pa.RecordBatch], tabular.Rows] = tabular.rows_of,
 ) -> Iterator[tabular.Rows]:
-    """The rows of one file of a split, in order; columns_of: the columns to take, all if not given."""
+    """The rows of one file of a split, in order, as `rows` makes them of a batch; columns_of: the columns to
+    take, all if not given."""
     name, number, num_shards = _parse(input)
     try:
         dataset = _open(name, True)[1].with_format("arrow").shard(num_shards, number)
@@ -78,7 +81,7 @@ def stream_rows(
         dataset = dataset.reshard() if hasattr(dataset, "reshard") else dataset
         for table in dataset.iter(batch_size=_BATCH_ROWS):
             for batch in table.select(columns_of(table.schema)).to_batches():
-                yield tabular.rows_of(batch)
+                yield rows(batch)
     except SourceError:
         raise
     except Exception as error:  # the library raises many kinds

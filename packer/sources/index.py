@@ -220,9 +220,10 @@ def _index_table(task: _Task) -> FileIndex:
                     layout="rows", unit="row", num_records=num_records, num_bytes=num_bytes, row_groups=groups
                 )
                 return FileIndex(file=file, marks=marks)
-            batches = tabular.parquet_batches(table, task.columns_of(table.schema_arrow))
+            batches = tabular.parquet_batches(table, task.columns_of(table.schema_arrow), tabular.rows_of)
         else:
-            batches, groups = tabular.arrow_batches(table, task.columns_of(table.schema), forget), None
+            columns, groups = task.columns_of(table.schema), None
+            batches = tabular.arrow_batches(table, columns, forget, tabular.rows_of)
         index = _index_converted(task, table_lines(batches, task.watch), "row", *task.use)
         return dataclasses.replace(index, file=dataclasses.replace(index.file, row_groups=groups))
 

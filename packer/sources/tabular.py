@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -137,9 +139,13 @@ def readable_by_group(parquet: pq.ParquetFile, columns: list[str]) -> bool:
 Rows = list[dict[str, Any] | RowFault]
 
 
-def parquet_batches(parquet: pq.ParquetFile, columns: list[str]) -> Iterator[Rows]:
-    """All rows, these columns alone. A RowFault stands for one unreadable."""
-    return map(rows_of, record_batches(parquet, columns))
+def parquet_batches(
+    parquet: pq.ParquetFile,
+    columns: list[str],
+    rows: Callable[[pa.RecordBatch], Rows],
+) -> Iterator[Rows]:
+    """All rows, these columns alone, as `rows` makes them of a batch."""
+    return map(rows, record_batches(parquet, columns))
 
 
 def record_batches(parquet: pq.ParquetFile, columns: list[str], group: int = 0) -> Iterator[pa.RecordBatch]:
@@ -153,8 +159,13 @@ def record_batches(parquet: pq.ParquetFile, columns: list[str], group: int = 0) 
         yield from parquet.iter_batches(batch_rows, row_groups=[number], columns=columns, use_threads=False)
 
 
-def arrow_batches(reader: Any, columns: list[str], forget: Callable[[], None]) -> Iterator[Rows]:
-    """The rows of an Arrow file or stream, these columns alone.
+def arrow_batches(
+    reader: Any,
+    columns: list[str],
+    forget: Callable[[], None],
+    rows: Callable[[pa.RecordBatch], Rows],
+) -> Iterator[Rows]:
+    """The rows of an Arrow file or stream, these columns alone, as `rows` makes them of a batch.
 
     `forget` is called after each _MAPPED_BYTES or so, to let go of memory that a mapped file holds.
     """
@@ -166,7 +177,7 @@ def arrow_batches(reader: Any, columns: list[str], forget: Callable[[], None]) -
         a_row = whole.nbytes // max(1, whole.num_rows) + 1
         step = max(1, min(_BATCH_ROWS, _BATCH_BYTES // a_row))
         for start in range(0, whole.num_rows, step):
-            yield rows_of(batch.slice(start, step))
+            yield rows(batch.slice(start, step))
             held += step * a_row
             if held > _MAPPED_BYTES:
                 held = 0
@@ -174,9 +185,10 @@ def arrow_batches(reader: Any, columns: list[str], forget: Callable[[], None]) -
 
 
 def rows_of(batch: pa.RecordBatch) -> Rows:
-    """A batch as Python rows. Values such as bytes, times and decimals are made what JSON can hold.
+    """A batch as Python rows; a RowFault stands for one unreadable.
 
-    A list of whole numbers is an array, not a Python object a number.
+    Values such as bytes, times and decimals are made what JSON can hold. A list of whole numbers is an array,
+    not a Python object a number.
     """
     if not batch.num_columns:
         return [{} for _ in range(batch.num_rows)]
@@ -190,6 +202,21 @@ def rows_of(batch: pa.RecordBatch) -> Rows:
     rows = [dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)]
     plain = all(_is_plain(of) for of in batch.schema.types)
     return cast(Rows, rows) if plain else [_through_json(row) for row in rows]
+
+
+def rows_to_look_at(batch: pa.RecordBatch) -> Rows:
+    """As `rows_of`, but a value that cannot be read (an image, a sound) is null: its column may be none in
+    use. A row of such values alone is a RowFault."""
+    rows = rows_of(batch)
+    if not any(isinstance(row, RowFault) for row in rows):
+        return rows
+    names = batch.schema.names
+    columns = [rows_of(batch.select([name])) for name in names]
+    for at, parts in enumerate(zip(*columns, strict=True)):
+        found = [part for part in parts if isinstance(part, dict)]
+        if isinstance(rows[at], RowFault) and found:
+            rows[at] = functools.reduce(operator.or_, found, dict.fromkeys(names))
+    return rows
 
 
 def _values(column: pa.Array) -> list[Any]:

@@ -135,7 +135,15 @@ def _may_be_list_or_text(of: pa.DataType) -> bool:
         return _may_be_list_or_text(of.storage_type)
     if pa.types.is_string(of) or pa.types.is_large_string(of) or pa.types.is_string_view(of):
         return True
-    return is_list(of) and not pa.types.is_nested(of.value_type)
+    binary = (
+        pa.types.is_binary,
+        pa.types.is_large_binary,
+        pa.types.is_fixed_size_binary,
+        pa.types.is_binary_view,
+    )
+    return is_list(of) and not (
+        pa.types.is_nested(of.value_type) or any(is_one(of.value_type) for is_one in binary)
+    )
 
 
 def _input_reason(name: str) -> str:
