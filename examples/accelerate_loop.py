@@ -1,6 +1,6 @@
 """A training loop with Hugging Face Accelerate on a padfree stream.
 
-    accelerate launch examples/accelerate_loop.py --url http://localhost:8000 --dataset ID --steps 100 \
+    accelerate launch examples/accelerate_loop.py --url http://localhost:8000 --dataset ID --steps 100 \\
         --checkpoint run
 
 The model and the optimiser go through `prepare`; the stream does not: it is this rank's part already,

@@ -1,6 +1,6 @@
 """Train on several ranks with plain PyTorch: DistributedDataParallel, or FSDP with --fsdp.
 
-    torchrun --nproc-per-node 8 examples/ddp.py --url http://localhost:8000 --dataset ID --steps 100 \
+    torchrun --nproc-per-node 8 examples/ddp.py --url http://localhost:8000 --dataset ID --steps 100 \\
         --checkpoint run.pt
 
 Run it again with the same --checkpoint and it goes on where it stopped, on any number of ranks.

@@ -179,8 +179,8 @@ def minibatch_warning(counters: Counters, max_tokens: int, minibatch_size: int, 
         f"{rows} were cut or left out{lost}, "
         f"{counters.tokens_dropped:,} of {counters.tokens_in:,} tokens dropped: a mini-batch of "
         f"{minibatch_size} rows is one pack, and not all fit into max_tokens={max_tokens}, so the loss is "
-        f"not that of padding. Raise max_tokens to {holds} (packs take no more than they "
-        "need), or lower minibatch_size"
+        f"not that of padding. Raise packing.max_tokens to {holds} (packs take no more than they "
+        "need), or lower packing.minibatch_size"
     )
 
 

@@ -195,11 +195,14 @@ def stored_spec(document: Any) -> Spec:
             raise SpecError(
                 f"packing.{name}", f"a whole number from 1 to {MAX_TOKENS_LIMIT} is required, found {value}"
             )
-    for name, strategy in (("minibatch_size", "minibatch"), ("step_size", "step")):
+    for name, strategy, what in (
+        ("minibatch_size", "minibatch", "mini-batch"),
+        ("step_size", "step", "step"),
+    ):
         if packing.strategy == strategy and getattr(packing, name) is None:
             raise SpecError(
                 f"packing.{name}",
-                f'strategy "{strategy}" requires it (examples a {strategy}), found null; set a number',
+                f'strategy "{strategy}" requires it (examples a {what}), found null; set a number',
             )
     _check_layout(packing)
     return spec

@@ -62,8 +62,12 @@ def serve(settings: Settings) -> int:
     logs.configure(settings)
     if missing := [str(root) for root in settings.data_roots if not root.is_dir()]:
         raise SettingsError(f"PADFREE_DATA_ROOTS (--data-root): no such folder: {', '.join(missing)}")
-    check_store(settings)
-    listener = bind(settings)
+    listener = bind(settings)  # first: a port that is taken leaves no store behind
+    try:
+        check_store(settings)
+    except SettingsError:
+        listener.close()
+        raise
     app = create_app(settings, runner_for(settings))
     warm_up(app)
     host, port = listener.getsockname()[:2]

@@ -106,9 +106,11 @@ def detect_format(
         )
     wanted = "; or ".join(_named(format) for format in formats)
     plural = len(formats) > 1 or len(REQUIRED[formats[0]]) > 1
+    ours = "text" if "text" in formats else REQUIRED[formats[0]][0]
     raise SourceError(
         f"{name}: required {'are the fields' if plural else 'is the field'} {wanted}; "
-        f'found {_listed(seen, sample)}; name them, for example fields = {{"text": "body"}}'
+        f"found {_listed(seen, sample)}; name yours in source.fields, for example "
+        f'{{"{ours}": "its name there"}}'
     )
 
 

@@ -120,8 +120,8 @@ def _warnings(lengths: Any, packing: Any, size: int) -> list[str]:
     return [
         f"under minibatch {count:,} of {len(sizes):,} mini-batches of {size} rows take more than a pack "
         f"of max_tokens={capacity.max_tokens}, the largest {sizes.max()}: their rows would "
-        f"be cut or left out, and the loss not that of padding. Raise max_tokens to {sizes.max()} or more "
-        "(packs take no more than they need), or lower minibatch_size"
+        f"be cut or left out, and the loss not that of padding. Raise packing.max_tokens to {sizes.max()} or "
+        "more (packs take no more than they need), or lower packing.minibatch_size"
     ]
 
 

@@ -69,6 +69,23 @@ def test_a_field_the_wrong_way_round_is_shown_as_it_is_typed(tmp_path: Path, cap
     assert "--field prompt=question" in said
 
 
+def test_a_format_whose_fields_are_not_there_shows_its_own(tmp_path: Path, capsys: Any) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"question": "a", "answer": "b"}\n')
+    options = ["--tokenizer", TOKENIZER, "--format", "messages"]
+    said = told(capsys, "pack", source, *options, "--store", tmp_path / "store", status=1)
+    assert 'source.fields (--field), for example {"messages": ' in said
+
+
+def test_a_port_that_is_taken_leaves_no_store_behind(tmp_path: Path, capsys: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ["--port", taken.getsockname()[1], "--store", tmp_path / "store"]
+        assert "cannot listen on" in told(capsys, "serve", *options, status=2)
+    assert not (tmp_path / "store").exists()
+
+
 def test_a_preview_says_why_rows_cannot_be_used_and_names_the_option(tmp_path: Path, capsys: Any) -> None:
     options = ["pack", rows_with_bad_ones(tmp_path), "--tokenizer", TOKENIZER, "--preview", "1"]
     assert main([str(one) for one in options]) == 0

@@ -16,6 +16,7 @@ from packer.spec import PackingSpec
 from packer.store import LocalStore
 from packer.verify import verify_store
 from padfree.cli import main
+from padfree.cli.flags import with_flags
 from trainer_client import PackedStream
 
 CAPACITIES = [64, 128, 512]
@@ -126,7 +127,7 @@ def test_an_estimate_warns_of_minibatches_that_do_not_fit(
     said = capsys.readouterr()
     (warning,) = json.loads(said.out)["warnings"]
     assert "1 of 2 mini-batches of 2 rows" in warning
-    assert "Raise max_tokens to 18 or more" in warning
-    assert warning in said.err
+    assert "Raise packing.max_tokens to 18 or more" in warning
+    assert with_flags(warning) in said.err
     assert main([*options, "--max-tokens", "18"]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == []

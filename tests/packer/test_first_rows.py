@@ -88,7 +88,7 @@ def test_so_are_rows_that_are_all_bad(
 
 
 def test_what_no_format_fits_is_told_with_its_type(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"found 'text' \(a number\), 'body'; name them"):
+    with pytest.raises(SourceError, match=r"found 'text' \(a number\), 'body'; name yours"):
         pack(tmp_path, [{"text": 5, "body": "x"}])
 
 

@@ -744,7 +744,7 @@ def test_a_minibatch_that_does_not_fit_is_warned_of_as_such(
     assert f"{count} of 6 rows" in warning
     assert f"{dropped} of 29 tokens dropped" in warning
     assert "not all fit into max_tokens=12" in warning
-    assert "Raise max_tokens to 20, which" in warning
+    assert "Raise packing.max_tokens to 20, which" in warning
     assert "longer than" not in warning
     packing["max_tokens"] = 20
     assert pack_rows(tmp_path / "roomy", tokens(2, 3, 4, 9, 9, 2), packing=packing).report["warnings"] == []
