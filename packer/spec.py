@@ -354,11 +354,6 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(to_document(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-# Fields that came after the first ids were given: at their defaults they are no part of an id.
-_LATER_PACKING_FIELDS = ("scope", "balance", "truncate_side", "min_piece")
-_PLAIN_PACKING = PackingSpec()
-
-
 def dataset_id(
     spec: Spec, *, inputs: tuple[InputFile, ...], tokenizer_digest: str, watch: tuple[What, ...] = ()
 ) -> str:
@@ -376,9 +371,6 @@ def dataset_id(
             "add_bos": spec.tokenizer.add_bos,
             "add_eos": spec.tokenizer.add_eos,
         }
-    for name in _LATER_PACKING_FIELDS:
-        if getattr(spec.packing, name) == getattr(_PLAIN_PACKING, name):
-            del document["packing"][name]
     if watch and spec.source.on_bad_row == "skip":
         document["watch"] = sorted(watch)
     document["inputs"] = [
