@@ -123,14 +123,11 @@ def _as_in_training(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _nothing_silent(model: torch.nn.Module) -> Iterator[None]:
-    """Other values for parameters that are all zero, as projections and gates are that begin so: nothing
-    comes through them yet, but will once they are trained."""
+    """Other values for what is trained and all zero, as projections and gates are that begin so: nothing
+    comes through them yet, but will. What is frozen stays as it is, and may be of a kind that takes none."""
     # The first value tells of most that they are not, and a large model has many others.
-    silent = [
-        one
-        for one in model.parameters()
-        if one.is_floating_point() and not one.reshape(-1)[:1].any() and not one.any()
-    ]
+    trained = (one for one in model.parameters() if one.requires_grad)
+    silent = [one for one in trained if not one.reshape(-1)[:1].any() and not one.any()]
     try:
         with torch.no_grad():
             for one in silent:

@@ -237,6 +237,13 @@ def test_a_leak_behind_what_is_still_zero_is_found() -> None:
     assert not model.lm_head.weight.any()
 
 
+def test_frozen_weights_of_a_dtype_without_arithmetic_are_left_alone() -> None:
+    model = model_of(*APART["llama"])
+    packed = torch.zeros(32, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    model.model.norm.register_parameter("quantised", torch.nn.Parameter(packed, requires_grad=False))
+    attention.check(model)
+
+
 def test_ids_looked_up_over_a_boundary_are_found() -> None:
     """No gradient tells of them, and only each example's first token differs."""
     model = model_of(*APART["llama"])
