@@ -29,7 +29,7 @@ def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None, id
     if sources.names_dataset(spec.source.paths):
         return _resolve_repack(spec, store, roots)
     inputs, ignored = sources.resolve_inputs(spec.source.paths, roots=roots, digests=identify)
-    format_, fields = sources.detect_format(inputs, spec.source, loss=spec.loss)
+    format_, fields, unread = sources.detect_format(inputs, spec.source, loss=spec.loss)
     allowed = LOSSES[format_]
     if spec.loss != "auto" and spec.loss not in allowed:
         raise SpecError(
@@ -66,7 +66,7 @@ def resolve(spec: Spec, *, store: Store, roots: Sequence[Path] | None = None, id
         inputs=inputs,
         tokenizer_digest=digest,
         ignored=tuple(ignored),
-        warnings=renderer.warnings,
+        warnings=(*([unread] if unread else ()), *renderer.warnings),
         model_max_length=tokenizer.model_max_length if tokenizer is not None else None,
         watch=watch,
     )

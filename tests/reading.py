@@ -66,7 +66,7 @@ def read_source(
     names = tuple(map(str, paths))
     inputs, ignored = resolve_inputs(names, roots=roots)
     spec = SourceSpec(paths=names, format=format, fields=fields or {}, on_bad_row=on_bad_row)
-    _, full = detect_format(inputs, spec)
+    full = detect_format(inputs, spec).fields
     store = LocalStore(work)
     indexes = [
         index_input(one, store=store, work_key="work", random_access=seed is not None, fields=full, **limits)

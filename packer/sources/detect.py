@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from packer.sources.lines import BOM, TooLong, read_lines
 from packer.sources.parse import JOIN, RowFault, find, is_missing, kind, parse_converted, parse_object
 from packer.sources.remote import is_remote
 from packer.sources.streams import Stream, blocks, open_stream
+from packer.sources.unread import unread_warning
 from packer.sources.values import MAX_UNPACKED_BYTES, MIB, SourceError
 from packer.sources.watch import INSTRUCTION_INPUTS, Watch, watch_of
 from packer.spec import Format, InputFile, Loss, SourceSpec
@@ -56,14 +57,23 @@ Rows = Sequence[Mapping[str, Any]]
 _Fits = Callable[[str, str, Sequence[Mapping[str, Any]]], bool]
 
 
+class Detected(NamedTuple):
+    """format, fields: what the records are, and all of padfree's names to the source's. warning: what is left
+    out and may be missed, or None."""
+
+    format: Format
+    fields: dict[str, str]
+    warning: str | None
+
+
 def detect_format(
     inputs: Sequence[InputFile],
     source: SourceSpec,
     *,
     loss: Loss = "auto",
     max_unpacked_bytes: int = MAX_UNPACKED_BYTES,
-) -> tuple[Format, dict[str, str]]:
-    """The format, and the full mapping from padfree's names to the source's.
+) -> Detected:
+    """The format, and which of the source's fields are which.
 
     "auto" is settled by the first records of the first input that has any; fields that `source.fields`
     does not name are looked for under usual names. Optional fields (tools, labels) are always mapped:
@@ -96,7 +106,7 @@ def detect_format(
                 _check_all(watch, input.path, rows_of(input))
             if source.on_bad_row == "fail":
                 _check_alike(inputs, name, format, fields, rows_of)
-            return format, fields
+            return Detected(format, fields, unread_warning(sample, format, fields, source.fields))
     seen = list(dict.fromkeys(key for record in sample for key in record))
     absent = _absent(formats, source.fields, sample)
     if absent:

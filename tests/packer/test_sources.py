@@ -778,17 +778,49 @@ def test_auto_is_settled_by_the_first_record(
     tmp_path: Path, record: dict[str, Any], format: str, fields: dict[str, str]
 ) -> None:
     inputs, _ = resolve_inputs([str(jsonl(tmp_path / "a.jsonl", [record]))], roots=None)
-    assert detect_format(inputs, SourceSpec(paths=("a",))) == (format, fields)
+    assert detect_format(inputs, SourceSpec(paths=("a",)))[:2] == (format, fields)
 
 
 def test_given_fields_decide_the_format(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": "a", "q": "b", "answer": "c", "messages": []}])
     inputs, _ = resolve_inputs([str(path)], roots=None)
-    assert detect_format(inputs, SourceSpec(paths=("a",), fields={"prompt": "q"})) == (
+    assert detect_format(inputs, SourceSpec(paths=("a",), fields={"prompt": "q"}))[:2] == (
         "prompt_completion",
         {"prompt": "q", "completion": "answer"},
     )
-    assert detect_format(inputs, SourceSpec(paths=("a",), format="text")) == ("text", {"text": "text"})
+    assert detect_format(inputs, SourceSpec(paths=("a",), format="text")) == ("text", {"text": "text"}, None)
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "words"),
+    [
+        (
+            {"question": "q", "context": "c", "answer": "a"},
+            {},
+            ["'context'", "--field prompt=context+question"],
+        ),
+        ({"problem": "q", "solution": "s", "answer": "a"}, {}, ["'solution'", "completion=solution+answer"]),
+        ({"instruction": "i", "input": "c", "context": "d", "output": "o"}, {}, ["'context'"]),
+        ({"system_prompt": "s", "question": "q", "response": "r"}, {}, ["prompt=system_prompt+question"]),
+        ({"system": "s", "messages": [{"role": "user", "content": "u"}]}, {}, ["'system'", "first message"]),
+        # Nothing is missed: blank, used, said by the user, of another kind, or of names that say nothing.
+        ({"question": "q", "context": " ", "answer": "a"}, {}, None),
+        ({"instruction": "i", "input": "c", "output": "o"}, {}, None),
+        ({"question": "q", "context": "c", "answer": "a"}, {"prompt": "question"}, None),
+        ({"problem": "q", "solution": "s", "answer": "a"}, {"completion": "answer"}, None),
+        ({"prompt": "q", "completion": "a", "input": 5, "url": "u", "category": "c"}, {}, None),
+        ({"text": "t", "question": "q"}, {}, None),
+        ({"prompt": "p", "messages": [{"role": "user", "content": "u"}]}, {}, None),
+    ],
+)
+def test_words_that_are_not_read_are_warned_of(
+    tmp_path: Path, record: dict[str, Any], fields: dict[str, str], words: list[str] | None
+) -> None:
+    inputs, _ = resolve_inputs([str(jsonl(tmp_path / "a.jsonl", [record]))], roots=None)
+    warning = detect_format(inputs, SourceSpec(paths=("a",), fields=fields)).warning
+    assert (warning is None) == (words is None)
+    for word in words or ():
+        assert word in warning
 
 
 @pytest.mark.parametrize(

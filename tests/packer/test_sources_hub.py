@@ -183,7 +183,7 @@ from packer.store import LocalStore
 
 def stream(url, store):
     inputs, _ = resolve_inputs([url], roots=None)
-    _, fields = detect_format(inputs, SourceSpec(paths=(url,)))
+    fields = detect_format(inputs, SourceSpec(paths=(url,))).fields
     options = {"store": store, "work_key": "work", "random_access": False, "fields": fields}
     rows = 0
     for partition in cut([index_input(one, **options) for one in inputs], shuffle_seed=None):
