@@ -13,6 +13,7 @@ import pytest
 import torch
 from packing_job import STRATEGIES, pack_document, packing_of, spec_of, write_rows
 from packs import random_packs
+from tiny import SIZES
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -28,15 +29,6 @@ from trainer_client import PackedStream, attention, attention_kernels
 from trainer_client.attention_kernels import KERNELS, AttentionRefused, Boundaries, Call
 from trainer_client.batch import PackedBatch, flatten
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 8}),

@@ -10,20 +10,12 @@ import pytest
 import torch
 import transformers
 from packs import random_packs
+from tiny import SIZES
 
 from trainer_client import attention
 from trainer_client.attention import ExamplesMeet
 from trainer_client.batch import PackedBatch, flatten
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 OF_BERT = {name: SIZES[name] for name in SIZES if name != "num_key_value_heads"}
 OF_BART = {
     "vocab_size": 97, "d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48,

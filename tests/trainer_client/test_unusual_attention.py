@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from packs import pack_of
+from tiny import SIZES
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -23,10 +24,8 @@ from trainer_client import attention
 from trainer_client.attention import AttentionRefused
 from trainer_client.batch import PackedBatch, flatten
 
-SIZES = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "num_local_experts": 2, "num_experts_per_tok": 1,
+OF_EXPERTS = {
+    **SIZES, "num_hidden_layers": 4, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
 }  # fmt: skip
 LENGTHS = [7, 1, 12, 5, 9]
 
@@ -39,14 +38,14 @@ def batch_of() -> PackedBatch:
 
 def gpt_oss(implementation: str) -> Any:
     """Every other layer with a window of 5."""
-    config = GptOssConfig(**SIZES, sliding_window=5, attn_implementation=implementation)
+    config = GptOssConfig(**OF_EXPERTS, sliding_window=5, attn_implementation=implementation)
     return wide(GptOssForCausalLM, config)
 
 
 def llama4(implementation: str, **options: Any) -> Any:
     """Three layers of four in chunks of 5."""
     config = Llama4TextConfig(
-        **SIZES,
+        **OF_EXPERTS,
         intermediate_size_mlp=48,
         attention_chunk_size=5,
         attn_implementation=implementation,
@@ -127,7 +126,7 @@ def test_a_model_that_makes_attention_itself_is_refused() -> None:
 
 
 def test_a_mask_of_the_models_own_is_refused() -> None:
-    sizes = {name: SIZES[name] for name in SIZES if "experts" not in name}
+    sizes = {name: OF_EXPERTS[name] for name in OF_EXPERTS if "experts" not in name}
     config = Gemma3TextConfig(**sizes, use_bidirectional_attention=True, attn_implementation="padfree")
     with pytest.raises(AttentionRefused, match=r"mask of its own|sliding_window without causal"):
         wide(Gemma3ForCausalLM, config)(**batch_of().for_transformers())
